@@ -46,6 +46,6 @@ def main() -> None:
 
     @app.command("copy")
     def copy_command(source: str, target: str) -> None:
-        convert_files([source], target, "copied", copied, overwrite=False, as_json=False, processes=2)
+        convert_files([source], target, "copied", copied, overwrite=False, processes=2)
 
     app(["copy", *sys.argv[1:]])

@@ -1,14 +1,11 @@
-"""`parquet-keytools check`."""
+"""`parquet-keytools check`, `inspect` and `verify`."""
 
-# Nothing slow is imported here: `--help` has to answer at once.
+# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import contextlib
 import errno
-import shutil
-import sys
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,19 +16,31 @@ from parquet_keytools.cli.options import (
     CONFIG_VARIABLE,
     AadPrefixOption,
     JsonOption,
+    PartsOption,
     PathsArgument,
     ProcessesOption,
+    ReportOptions,
     TableOption,
     checked_aad_prefix,
     config_option,
     location_of,
     locations_of,
+    with_options,
 )
-from parquet_keytools.cli.output import ExitStatus, answer, file_counter, print_json, print_table, status_of
+from parquet_keytools.cli.output import (
+    ExitStatus,
+    answer,
+    json_wanted,
+    print_json,
+    print_table,
+    progress_bar,
+    status_of,
+    terminal_width,
+    to_dict,
+)
 from parquet_keytools.runtime.presentation import expanded
 
 if TYPE_CHECKING:
-    from parquet_keytools.configuration_check import ColumnCheck, MasterKeyCheck
     from parquet_keytools.conformance.inspection import Inspection
 
 ConfigArgument = Annotated[
@@ -101,43 +110,28 @@ def check_command(
                 "configuration": str(config),
                 "tables": list(configuration.tables),
                 "warnings": list(configuration.warnings),
-                "columns": None if columns is None else [asdict(column) for column in columns],
-                "master_keys": None if master_keys is None else list(map(_facts, master_keys)),
+                "columns": columns,
+                "master_keys": None
+                if master_keys is None
+                else [to_dict(key) | {"outcome": "failed" if key.error else "ok"} for key in master_keys],
             }
         )
     if columns is not None:
-        _show_columns(f"Columns of {file}", columns)
+        print_table(
+            f"Columns of {file}",
+            ["column", "kind", "key", "master key"],
+            [(column.dotted_path, column.kind, column.key_name, column.master_key_id) for column in columns],
+        )
     if master_keys:
-        _show_master_keys(master_keys)
+        print_table(
+            "Master keys",
+            ["name", "master key", "backend", "outcome", "version"],
+            [(k.name, k.master_key_id, k.backend, str(k.error or "ok"), k.version) for k in master_keys],
+        )
     status = max((status_of(key.error) for key in master_keys or () if key.error), default=ExitStatus.DONE)
     if status is not ExitStatus.DONE:
         raise typer.Exit(status)
     answer(f"{config}: no mistakes." + (" The KMS was not called." if offline else ""))
-
-
-def _facts(key: MasterKeyCheck) -> dict[str, str | None]:
-    return {
-        "name": key.name,
-        "master_key_id": key.master_key_id,
-        "backend": key.backend,
-        "outcome": "ok" if key.error is None else "failed",
-        "version": key.version,
-        "error": None if key.error is None else type(key.error).__name__,
-        "message": None if key.error is None else str(key.error),
-    }
-
-
-def _show_columns(title: str, columns: list[ColumnCheck]) -> None:
-    rows = [(column.dotted_path, column.kind, column.key_name, column.master_key_id) for column in columns]
-    print_table(title, ["column", "kind", "key", "master key"], rows)
-
-
-def _show_master_keys(master_keys: list[MasterKeyCheck]) -> None:
-    rows = [
-        (key.name, key.master_key_id, key.backend, "ok" if key.error is None else str(key.error), key.version)
-        for key in master_keys
-    ]
-    print_table("Master keys", ["name", "master key", "backend", "outcome", "version"], rows)
 
 
 FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="A Parquet file, or its URI.")]
@@ -155,8 +149,8 @@ def inspect_command(
 ) -> None:
     """Show how a Parquet file is protected.
 
-    Without keys, what anyone can see of it; with those of a configuration, every module of it. Only the footer is
-    read, and with keys the headers of pages. Nothing is compared with a table: `verify` does that. Exits 1 if
+    Without keys, shows what anyone can see; with the keys of a configuration, every module. Only the footer is
+    read, and with keys the page headers. Nothing is compared with a table: `verify` does that. Exits with 1 if
     nothing can be read.
     """
     if table is not None and config is None:
@@ -169,8 +163,7 @@ def inspect_command(
     else:
         from parquet_keytools.cli.conformance_report import render_inspection
 
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        answer(render_inspection(shown, width))
+        answer(render_inspection(shown, terminal_width()))
         if config is not None:
             answer("Nothing was compared with a table: `verify --config` does that.")
     if shown.mode is None:
@@ -208,7 +201,7 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
 
 
 def _refuse_irregular(file: str) -> None:
-    """Refuse a pipe before it is opened: that would wait for its other end."""
+    """Refuse a pipe before it is opened: opening would wait for its other end."""
     path = expanded(file)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise typer.BadParameter(f"{file} is not a regular file.", param_hint="FILE")
@@ -217,11 +210,9 @@ def _refuse_irregular(file: str) -> None:
 VerifyConfigOption = Annotated[
     Path | None, config_option("The YAML configuration: its keys, and the table to compare with.")
 ]
-PartsOption = Annotated[
-    int | None, typer.Option("--parts", metavar="N", min=1, help="The folder must have parts 0 to N-1, each once.")
-]
 
 
+@with_options(ReportOptions)
 def verify_command(
     paths: PathsArgument,
     config: VerifyConfigOption = None,
@@ -229,15 +220,14 @@ def verify_command(
     aad_prefix: AadPrefixOption = None,
     parts: PartsOption = None,
     processes: ProcessesOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Check files against the encryption specification, rule by rule.
 
-    Without a configuration, what needs no key is checked, and nothing is authenticated. With one, every module is,
-    and the file is compared with what its table wants. A folder is checked as one data set. The exit status is 0
-    only if everything that was asked for was checked and conforms.
+    Without a configuration, only rules that need no key are checked, and nothing is authenticated. With a
+    configuration, every module is authenticated, and the file is compared with its table. A folder is checked as
+    one data set. The exit status is 0 only if everything could be checked and conforms.
     """
-    from parquet_keytools.cli.conformance_report import say_data_set, say_file
+    from parquet_keytools.cli.conformance_report import show_data_set, show_file
     from parquet_keytools.conformance import verification
     from parquet_keytools.conformance.report import data_set_document, file_document
     from parquet_keytools.keytools import Keytools
@@ -261,18 +251,15 @@ def verify_command(
             verify_folder = partial(keytools.verify_folder, table_name=table)
             verify_file = partial(keytools.verify_file, table_name=table)
         if kind == "Directory":
-            with file_counter() as count, command_line_processes(processes):
+            with progress_bar() as progress, command_line_processes(processes):
                 data_set = verify_folder(
-                    location,
-                    aad_prefix=aad_prefix,
-                    part_count=parts,
-                    on_progress=count,
+                    location, aad_prefix=aad_prefix, part_count=parts, on_progress=progress.count
                 )
-            print_json(data_set_document(data_set)) if as_json else say_data_set(data_set)
+            print_json(data_set_document(data_set)) if json_wanted() else show_data_set(data_set)
             conforms = data_set.conforms
         else:
             report = verify_file(location, aad_prefix=aad_prefix)
-            print_json(file_document(report)) if as_json else say_file(report)
+            print_json(file_document(report)) if json_wanted() else show_file(report)
             conforms = report.conforms
     if not conforms:
         raise typer.Exit(ExitStatus.NO)

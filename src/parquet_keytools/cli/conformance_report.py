@@ -1,17 +1,15 @@
-"""Files as people read of them: an inspection as a tree and a map, and what `verify` found."""
+"""The text of an inspection, as a tree and a map, and of a verification."""
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 
 import typer
 
-from parquet_keytools.cli.output import answer, number_of, size_text
+from parquet_keytools.cli.output import Branch, Style, answer, is_verbose, number_of, size_text
 from parquet_keytools.conformance.findings import Rule, Severity
 from parquet_keytools.conformance.inspection import (
     FOOTER,
@@ -41,42 +39,12 @@ _MOST_ROW_GROUPS = 12
 _KEY_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_yellow")
 _SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-_LEAST_WIDTH = 40
-"""So much of a line is text, however narrow the terminal is."""
-
-_Style = Callable[[str], str]
-_RED: _Style = partial(typer.style, fg="red")
-
-
-@dataclass
-class _Branch:
-    text: str
-    style: _Style = str
-    children: list[_Branch] = field(default_factory=list)
-
-    def add(self, text: str, style: _Style = str) -> _Branch:
-        branch = _Branch(text, style)
-        self.children.append(branch)
-        return branch
-
-    def lines(self, width: int | None, first: str = "", rest: str = "") -> Iterator[str]:
-        """Yield the lines; where there is a width, longer ones go on below themselves and leave the tree whole."""
-        indent = f"{rest}{'│   ' if self.children else '    '}"
-        lines = [self.text]
-        if width is not None:
-            room = max(_LEAST_WIDTH, width - len(indent))
-            lines = textwrap.wrap(self.text, room, break_on_hyphens=False) or lines
-        yield f"{first}{self.style(lines[0])}"
-        for line in lines[1:]:
-            yield f"{indent}{self.style(line)}"
-        for position, child in enumerate(self.children):
-            is_last = position == len(self.children) - 1
-            begin, beside = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
-            yield from child.lines(width, f"{rest}{begin}", f"{rest}{beside}")
+_RED: Style = partial(typer.style, fg="red")
+_YELLOW: Style = partial(typer.style, fg="yellow")
 
 
 class _Palette:
-    """Gives each key a symbol and a colour, the same everywhere."""
+    """The symbol and the colour of each key."""
 
     def __init__(self, names: Iterable[str]) -> None:
         keys = [name for name in dict.fromkeys(names) if name not in (PLAINTEXT, FOOTER)]
@@ -86,16 +54,16 @@ class _Palette:
     def symbol(self, name: str) -> str:
         return self._looks.get(name, ("?", ""))[0]
 
-    def style(self, name: str) -> _Style:
+    def style(self, name: str) -> Style:
         return partial(typer.style, fg=self._looks.get(name, ("", "white"))[1])
 
 
 def render_inspection(shown: Inspection, width: int | None = None) -> str:
-    """Return the tree and the map, in lines no longer than a width in columns, where there is one.
+    """Return the tree and the map; with a width in columns, longer lines are wrapped.
 
-    Most texts in a file are anyone's: each is made printable where it is shown.
+    Anyone may have written the texts in a file: each is made printable.
     """
-    root = _Branch(f"{printable(shown.path)}  {size_text(shown.size_bytes)}", partial(typer.style, bold=True))
+    root = Branch(f"{printable(shown.path)}  {size_text(shown.size_bytes)}", partial(typer.style, bold=True))
     if shown.mode is None:
         root.add("nothing can be read", _RED)
     else:
@@ -115,7 +83,7 @@ def render_inspection(shown: Inspection, width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _add_protection(root: _Branch, shown: Inspection) -> None:
+def _add_protection(root: Branch, shown: Inspection) -> None:
     assert shown.mode is not None
     if shown.mode is FooterMode.UNENCRYPTED:
         root.add("not encrypted", _RED)
@@ -140,7 +108,7 @@ def _add_protection(root: _Branch, shown: Inspection) -> None:
         root.add(f"key-value metadata: {values}")
 
 
-def _add_columns(root: _Branch, shown: Inspection, palette: _Palette) -> None:
+def _add_columns(root: Branch, shown: Inspection, palette: _Palette) -> None:
     if not shown.columns:
         return
     branch = root.add(f"{len(shown.columns)} columns")
@@ -161,7 +129,7 @@ def _column_text(column: InspectedColumn) -> str:
     return _key_text(column.key) if column.key else ""
 
 
-def _add_row_groups(root: _Branch, shown: Inspection, palette: _Palette) -> None:
+def _add_row_groups(root: Branch, shown: Inspection, palette: _Palette) -> None:
     if not shown.row_groups:
         return
     branch = root.add(f"{len(shown.row_groups)} row groups")
@@ -196,7 +164,7 @@ def _chunk_text(chunk: InspectedChunk) -> str:
     return ", ".join(parts)
 
 
-def _add_shares(root: _Branch, shown: Inspection, palette: _Palette) -> None:
+def _add_shares(root: Branch, shown: Inspection, palette: _Palette) -> None:
     branch = root.add("bytes under each key")
     for name, length in shown.bytes_by_key.items():
         share = 100 * length / shown.size_bytes
@@ -209,7 +177,7 @@ def _add_shares(root: _Branch, shown: Inspection, palette: _Palette) -> None:
 
 
 def _map(shown: Inspection, palette: _Palette) -> Iterator[str]:
-    """Yield lines of symbols, each of which stands for the same number of bytes."""
+    """Yield lines of symbols; each symbol stands for the same number of bytes."""
     cells_wanted = _MAP_WIDTH * min(_MAX_MAP_LINES, max(1, shown.size_bytes // 65_536))
     cell_bytes = max(1, -(-shown.size_bytes // cells_wanted))
     cells = [""] * -(-shown.size_bytes // cell_bytes)
@@ -252,12 +220,12 @@ def _key_text(key: KeyDescription) -> str:
     return ", ".join(parts)
 
 
-# --- what `verify` found ---
+# --- verification ---
 
 
 _MOST_FINDINGS = 5
 _MOST_LOSSES = 20
-_MOST_CONFORMING = 20
+_MOST_ALIKE = 3
 
 _SEVERITY_COLOURS = {Severity.VIOLATION: "red", Severity.WEAKNESS: "yellow", Severity.NOTE: "cyan"}
 _VERDICTS = {
@@ -267,55 +235,76 @@ _VERDICTS = {
 }
 
 
-def say_file(report: FileReport) -> None:
-    """Tell what was found in a file."""
+def show_file(report: FileReport) -> None:
+    """Print the report on a file."""
     answer(typer.style(printable(report.path), bold=True))
-    for result in sorted(report.rules, key=lambda result: _severity(result.rule)):
-        _say_broken(result)
+    _show_broken(report.rules)
     if report.with_keys:
-        # Each reason once, with the number of rules that it keeps from being checked.
+        # Each reason once, with the number of rules that could not be checked because of it.
         for reason, number in Counter(reason for result in report.rules for reason in result.reasons).items():
             answer(f"  {typer.style('not checked', fg='yellow', bold=True)} {number_of(number, 'rule')}: {reason}")
-    _say_modules(report.modules)
+    if report.modules:
+        _show_modules(report.modules)
     if report.damage is not None:
-        _say_damage(report.damage)
+        _show_damage(report.damage)
     counts = Counter(result.outcome for result in report.rules)
     answer(f"  rules: {', '.join(f'{counts[outcome]} {outcome.value}' for outcome in Outcome if counts[outcome])}")
     answer(f"  {_verdict_text(report.verdict, [report])}")
 
 
-def say_data_set(report: DataSetReport) -> None:
-    """Tell what was found in the files of a folder: all of those that do not conform, a summary of the others."""
+def show_data_set(report: DataSetReport) -> None:
+    """Print the report on a folder. Of files that do not conform in the same way, the first is shown in full."""
+    groups: dict[object, list[FileReport]] = {}
     for file in report.files:
-        if file.verdict is not Verdict.CONFORMS:
-            say_file(file)
-    _say_conforming([file for file in report.files if file.verdict is Verdict.CONFORMS])
+        groups.setdefault(_flaws(file), []).append(file)
+    conforming = groups.pop((), [])
+    for files in groups.values():
+        most = len(files) if is_verbose() else 1
+        for file in files[:most]:
+            show_file(file)
+        if alike := [printable(file.path) for file in files[most:]]:
+            examples = ", ".join(alike[:_MOST_ALIKE])
+            answer(
+                f"{number_of(len(alike), 'more file')} with the same broken or unchecked rules, such as {examples}"
+            )
+    _show_conforming(conforming)
     for path, reason in report.left_out.items():
         answer(f"Left out: {printable(path)}: {reason}.")
     title = f"{printable(report.path)}: {number_of(len(report.files), 'file')} as a data set"
     answer(typer.style(title, bold=True))
+    _show_broken(report.rules)
     for result in sorted(report.rules, key=lambda result: _severity(result.rule)):
-        _say_broken(result)
         for reason in result.reasons:
-            answer(f"  {typer.style('not checked', fg='yellow')} {result.rule.id}: {reason}")
+            answer(f"  {_YELLOW('not checked')} {result.rule.id}: {reason}")
     verdicts = Counter(file.verdict for file in report.files)
     counts = ", ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in Verdict if verdicts[verdict])
     answer(f"  files: {counts or 'none'}")
     answer(f"  {_verdict_text(report.verdict, report.files)}")
 
 
-def _say_conforming(files: Sequence[FileReport]) -> None:
-    """Tell once what is broken in many files: they mostly come from one writer."""
-    for file in files[:_MOST_CONFORMING]:
+def _flaws(file: FileReport) -> tuple[object, ...]:
+    """Return a value that is equal for files that do not conform in the same way; empty if the file conforms."""
+    if file.verdict is Verdict.CONFORMS:
+        return ()
+    return (
+        file.verdict,
+        *((r.rule.id, r.outcome) for r in file.rules if r.outcome is Outcome.BROKEN or r.reasons),
+    )
+
+
+def _show_conforming(files: Sequence[FileReport]) -> None:
+    """Print the files that conform, and once each rule that many of them break."""
+    most = len(files) if is_verbose() else _MOST_ALIKE
+    for file in files[:most]:
         answer(f"{printable(file.path)}: {_verdict_text(file.verdict, [file])}")
-    if len(files) > _MOST_CONFORMING:
-        answer(f"{len(files) - _MOST_CONFORMING:,} more conform; --json lists all.")
+    if len(files) > most:
+        answer(f"{len(files) - most:,} more conform; --verbose lists all.")
     broken: dict[Rule, int] = Counter(
         result.rule for file in files for result in file.rules if result.outcome is Outcome.BROKEN
     )
     for rule in sorted(broken, key=_severity):
         answer(f"  {_heading(rule)} in {broken[rule]:,} of them")
-        _print_rule(rule)
+        _show_rule(rule)
 
 
 def _heading(rule: Rule) -> str:
@@ -333,51 +322,45 @@ def _verdict_text(verdict: Verdict, files: Sequence[FileReport]) -> str:
 
 
 def _severity(rule: Rule) -> int:
-    """Return the place of a rule in an order that begins with the worst."""
+    """Return a sort key that puts the most severe rules first."""
     return list(Severity).index(rule.severity)
 
 
-def _say_broken(result: RuleResult) -> None:
-    if result.outcome is not Outcome.BROKEN:
-        return
-    rule = result.rule
-    first, *others = [
-        f"{finding.where}: {finding.message}" if finding.where else finding.message
-        for finding in result.findings[:_MOST_FINDINGS]
-    ]
-    answer(f"  {_heading(rule)}: {first}")
-    for text in others:
-        answer(f"    {text}")
-    if result.breaches > _MOST_FINDINGS:
-        answer(f"    and {result.breaches - _MOST_FINDINGS:,} more")
-    _print_rule(rule)
+def _show_broken(results: Iterable[RuleResult]) -> None:
+    for result in sorted(results, key=lambda result: _severity(result.rule)):
+        if result.outcome is Outcome.BROKEN:
+            first, *others = [
+                f"{finding.where}: {finding.message}" if finding.where else finding.message
+                for finding in result.findings[:_MOST_FINDINGS]
+            ]
+            answer(f"  {_heading(result.rule)}: {first}")
+            for text in others:
+                answer(f"    {text}")
+            if result.breaches > _MOST_FINDINGS:
+                answer(f"    and {result.breaches - _MOST_FINDINGS:,} more")
+            _show_rule(result.rule)
 
 
-def _print_rule(rule: Rule) -> None:
+def _show_rule(rule: Rule) -> None:
     answer(f"    rule (section {rule.section}): {rule.holds}")
     answer(f"    risk: {rule.gain}")
 
 
-def _say_modules(tallies: tuple[ModuleTally, ...]) -> None:
-    if not tallies:
-        return
-    authentic = sum(tally.authentic for tally in tallies)
-    broken = sum(tally.broken for tally in tallies)
-    unauthenticated = sum(tally.unauthenticated for tally in tallies)
-    parts = [f"{authentic:,} authentic"]
-    if broken:
-        parts.append(typer.style(f"{broken:,} not authentic", fg="red"))
-    if unauthenticated:
-        parts.append(typer.style(f"{unauthenticated:,} that nothing authenticates (AES-CTR)", fg="yellow"))
+def _show_modules(tallies: tuple[ModuleTally, ...]) -> None:
+    parts = [f"{sum(tally.authentic for tally in tallies):,} authentic"]
+    if broken := sum(tally.broken for tally in tallies):
+        parts.append(_RED(f"{broken:,} not authentic"))
+    if unauthenticated := sum(tally.unauthenticated for tally in tallies):
+        parts.append(_YELLOW(f"{unauthenticated:,} that nothing authenticates (AES-CTR)"))
     answer(f"  modules: {', '.join(parts)}")
 
 
-def _say_damage(damage: Damage) -> None:
+def _show_damage(damage: Damage) -> None:
     if damage.file_is_lost:
-        answer(f"  {typer.style('lost', fg='red')}: the whole file: its footer cannot be read or is not authentic")
+        answer(f"  {_RED('lost')}: the whole file: its footer cannot be read or is not authentic")
         return
     for loss in damage.losses[:_MOST_LOSSES]:
-        answer(f"  {typer.style('lost', fg='red')}: {loss_text(loss)}")
+        answer(f"  {_RED('lost')}: {loss_text(loss)}")
     if len(damage.losses) > _MOST_LOSSES:
         answer(f"  and parts of {len(damage.losses) - _MOST_LOSSES} more chunks")
     if damage.losses:
@@ -388,7 +371,7 @@ def _say_damage(damage: Damage) -> None:
 
 
 def loss_text(loss: Loss) -> str:
-    """Return what is lost of a chunk."""
+    """Describe the lost part of a chunk."""
     chunk = f"row group {loss.row_group_ordinal}, column {loss.column!r}"
     if loss.pages is None:
         return f"{chunk}: all of it"

@@ -1,13 +1,13 @@
-"""`parquet-keytools encrypt`, `decrypt` and `rekey`: files that are written again."""
+"""`parquet-keytools encrypt`, `decrypt` and `rekey`."""
 
-# Nothing slow is imported here: `--help` has to answer at once.
+# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import contextlib
-import time
+import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,33 +15,22 @@ from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
     FollowLinksOption,
-    JsonOption,
-    ModeOption,
     OverwriteOption,
     ProcessesOption,
+    ReportOptions,
     SkipExistingOption,
     SourceArgument,
     SourcesArgument,
     TableOption,
     TargetArgument,
     locations_of,
+    open_keytools,
+    with_options,
 )
-from parquet_keytools.cli.output import FilesDocument, answer, file_counter, progress_bar, size_text
-from parquet_keytools.cli.rotate import (
-    exit_with,
-    files_text,
-    rekeyed_document,
-    rekeyed_summary,
-    say_failures,
-    say_stopped,
-    saying_what_was_done,
-)
-
-if TYPE_CHECKING:
-    from parquet_keytools.keytools import Keytools
-    from parquet_keytools.rotation.report import FileRotation
+from parquet_keytools.cli.rotate import rekey_in_place
 
 
+@with_options(ReportOptions)
 def encrypt_command(
     sources: SourcesArgument,
     target: TargetArgument,
@@ -50,13 +39,12 @@ def encrypt_command(
     overwrite: OverwriteOption = False,
     skip_existing: SkipExistingOption = False,
     processes: ProcessesOption = None,
-    as_json: JsonOption = False,
 ) -> None:
-    """Encrypt a Parquet file, or all those of a folder.
+    """Encrypt a Parquet file, or all Parquet files of a folder.
 
     Works page by page, without decoding values.
     """
-    from parquet_keytools.cli.file_work import convert_files, open_keytools
+    from parquet_keytools.cli.file_work import convert_files
     from parquet_keytools.files.table_check import TableCheck
 
     with open_keytools(config) as keytools:
@@ -69,14 +57,35 @@ def encrypt_command(
             overwrite=overwrite,
             skip_existing=skip_existing,
             processes=processes,
-            as_json=as_json,
             check=TableCheck(keytools.configuration, table_name).refuse_folder_names,
         )
 
 
+def parsed_mode(text: str) -> int:
+    """Return permissions that are given as octal digits.
+
+    Raises:
+        typer.BadParameter: The text is not a mode that lets the owner read and write.
+    """
+    if not re.fullmatch(r"0?[0-7]{3}", text) or int(text, 8) & 0o600 != 0o600:
+        raise typer.BadParameter("this is three octal digits, and the owner may read and write, such as 640.")
+    return int(text, 8)
+
+
+ModeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--mode",
+        metavar="OCTAL",
+        parser=parsed_mode,
+        help="Permissions of the written files, such as 640. By default only their owner may read them.",
+        show_default=False,
+    ),
+]
 SalvageOption = Annotated[bool, typer.Option("--salvage", help="Write the intact row groups of damaged files.")]
 
 
+@with_options(ReportOptions)
 def decrypt_command(
     sources: SourcesArgument,
     target: TargetArgument,
@@ -88,45 +97,38 @@ def decrypt_command(
     salvage: SalvageOption = False,
     mode: ModeOption = None,
     processes: ProcessesOption = None,
-    as_json: JsonOption = False,
 ) -> None:
-    """Decrypt a Parquet file, or all those of a folder.
+    """Decrypt a Parquet file, or all Parquet files of a folder.
 
     The written files are not encrypted. All keys of a file are needed.
     """
-    from parquet_keytools.cli.file_work import convert_files, open_keytools, parsed_mode, salvage_files
+    from parquet_keytools.cli.file_work import convert_files, salvage_files
     from parquet_keytools.files.opened_file import FileIdentities
 
-    options: dict[str, Any] = {"table_name": table, "aad_prefix": aad_prefix, "mode": parsed_mode(mode)}
+    options: dict[str, Any] = {"table_name": table, "aad_prefix": aad_prefix, "mode": mode}
     with open_keytools(config) as keytools:
         keytools.configuration.table_of_files(table)
         if salvage and skip_existing:
-            raise typer.BadParameter("it goes without --salvage only.", param_hint="--skip-existing")
+            raise typer.BadParameter("this does not work with --salvage.", param_hint="--skip-existing")
         if salvage:
-            salvaged = partial(keytools.salvage_file, **options)
-            salvage_files(sources, target, salvaged, overwrite=overwrite, as_json=as_json)
+            salvage_files(sources, target, partial(keytools.salvage_file, **options), overwrite=overwrite)
             return
+        options |= {"skip_existing": skip_existing, "identities": FileIdentities(refuses=True)}
         convert_files(
             sources,
             target,
             "decrypted",
-            partial(
-                keytools.decrypt_file,
-                **options,
-                skip_existing=skip_existing,
-                identities=FileIdentities(refuses=True),
-            ),
+            partial(keytools.decrypt_file, **options),
             overwrite=overwrite,
             skip_existing=skip_existing,
             processes=processes,
-            as_json=as_json,
         )
 
 
 OptionalTargetArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="DST", help="File or folder to be written, or its URI. A folder mirrors SRC.", show_default=False
+        metavar="DST", help="File or folder to write, or its URI. A folder mirrors SRC.", show_default=False
     ),
 ]
 TableOfSourceOption = Annotated[
@@ -140,19 +142,20 @@ ToTableOption = Annotated[
     str | None, typer.Option("--to-table", metavar="NAME", help="The table of DST, if it is another one.")
 ]
 InPlaceOption = Annotated[
-    bool, typer.Option("--in-place", help="Replace each file of SRC when the new one is complete and checked.")
+    bool, typer.Option("--in-place", help="Replace each file of SRC when the new file is complete and checked.")
 ]
 VerifyOption = Annotated[
     bool | None,
     typer.Option(
         "--verify/--no-verify",
-        help="With --in-place: whether to authenticate each page of a new file before it replaces the old one. "
+        help="With --in-place: whether to authenticate each page of a new file before it replaces the old file. "
         "Default: yes.",
         show_default=False,
     ),
 ]
 
 
+@with_options(ReportOptions)
 def rekey_command(
     source: SourceArgument,
     config: ConfigOption,
@@ -167,50 +170,47 @@ def rekey_command(
     verify: VerifyOption = None,
     follow_links: FollowLinksOption = False,
     processes: ProcessesOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Encrypt encrypted files with new data keys.
 
-    They are encrypted as before, or as another table or configuration says. All keys of a file are needed.
+    The new files are encrypted as before, or for another table or configuration. All keys of a file are needed.
     """
     if in_place and target is not None:
         raise typer.BadParameter("DST and --in-place contradict each other.", param_hint="DST")
     if in_place and skip_existing:
         raise typer.BadParameter(
-            "this goes with DST only; --in-place encrypts all files again.", param_hint="--skip-existing"
+            "this works with DST only; --in-place encrypts all files again.", param_hint="--skip-existing"
         )
     if in_place and overwrite:
-        raise typer.BadParameter("--in-place replaces files in any case.", param_hint="--overwrite")
-    if not in_place and target is None:
-        raise typer.BadParameter("a file or folder to write is needed, or --in-place.", param_hint="DST")
+        raise typer.BadParameter("--in-place always replaces files.", param_hint="--overwrite")
     if not in_place and (verify is not None or follow_links):
         option = "--follow-links" if follow_links else "--verify"
-        raise typer.BadParameter("this goes with --in-place only.", param_hint=option)
+        raise typer.BadParameter("this works with --in-place only.", param_hint=option)
+    if not in_place and target is None:
+        raise typer.BadParameter("a file or folder to write is needed, or --in-place.", param_hint="DST")
 
-    from parquet_keytools.cli.file_work import convert_files, open_keytools
+    from parquet_keytools.cli.file_work import convert_files
     from parquet_keytools.runtime.worker_processes import command_line_processes
 
     with contextlib.ExitStack() as stack:
         keytools = stack.enter_context(open_keytools(config))
         keytools.configuration.table_of_files(table)
-        new_keytools = keytools
-        if in_place:
-            options = {
-                "table_name": table,
-                "new_table_name": to_table,
-                "new_keytools": stack.enter_context(open_keytools(to_config)) if to_config is not None else None,
-                "aad_prefix": aad_prefix,
-                "verify": verify is not False,
-                "follow_links": follow_links,
-            }
+        new_keytools = stack.enter_context(open_keytools(to_config)) if to_config is not None else None
+        if target is None:
             with command_line_processes(processes):
-                _in_place(keytools, source, options, as_json=as_json)
+                rekey_in_place(
+                    keytools,
+                    locations_of([source], "SRC"),
+                    table_name=table,
+                    new_table_name=to_table,
+                    new_keytools=new_keytools,
+                    aad_prefix=aad_prefix,
+                    verify=verify is not False,
+                    follow_links=follow_links,
+                )
             return
-        assert target is not None
-        if to_config is not None:
-            new_keytools = stack.enter_context(open_keytools(to_config))
-        wanted = to_table or (table if to_config is None else None)
-        new_table_name, _ = new_keytools.configuration.select_table(wanted)
+        wanted = to_table or (table if new_keytools is None else None)
+        new_table_name, _ = (new_keytools or keytools).configuration.select_table(wanted)
         convert_files(
             [source],
             target,
@@ -219,43 +219,11 @@ def rekey_command(
                 keytools.rekey_file,
                 table_name=table,
                 new_table_name=new_table_name,
-                new_keytools=new_keytools,
+                new_keytools=new_keytools or keytools,
                 aad_prefix=aad_prefix,
                 skip_existing=skip_existing,
             ),
             overwrite=overwrite,
             skip_existing=skip_existing,
             processes=processes,
-            as_json=as_json,
         )
-
-
-def _in_place(keytools: Keytools, source: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Replace files one by one, and report each; `options` are those of `Keytools.rekey_in_place`."""
-    started = time.monotonic()
-    again = "Give the same command again: it starts with the first file."
-    location = locations_of([source], "SRC")
-    is_folder = location.is_folder()
-    with FilesDocument(wanted=as_json) as document:
-        size = 0 if is_folder else location.info().size or 0
-        with progress_bar(size, wanted=not is_folder) as progress, file_counter(wanted=is_folder) as count:
-
-            def on_file(file: FileRotation) -> None:
-                count(file)
-                done[file.outcome] += 1
-                document.add(rekeyed_document(file))
-
-            with saying_what_was_done(again) as done:
-                report = keytools.rekey_in_place(
-                    location,
-                    keep_results=False,
-                    on_file=on_file,
-                    on_progress=None if is_folder else progress.advance,
-                    **options,
-                )
-        document.end(rekeyed_summary(report))
-    say_failures(report)
-    seconds = time.monotonic() - started
-    answer(f"{files_text(report.counts)}; {size_text(report.bytes_written)} written in {seconds:.1f} s.")
-    say_stopped(report)
-    exit_with(report)

@@ -1,15 +1,11 @@
-"""Runs a conversion over a file or a folder of files, and reports the results."""
+"""Converts a file or a folder of files, and reports the results."""
 
 from __future__ import annotations
 
-import math
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby, takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
@@ -17,22 +13,20 @@ import typer
 
 from parquet_keytools.cli.options import location_of, locations_of
 from parquet_keytools.cli.output import (
-    ByteProgress,
     ExitStatus,
+    Messages,
+    ProgressBar,
     answer,
     error_fields,
     error_text,
-    failure_text,
+    json_wanted,
     number_of,
     print_json,
     progress_bar,
     say,
-    say_first,
     size_text,
     status_of_all,
 )
-from parquet_keytools.config.loader import load_configuration
-from parquet_keytools.configuration_check import with_short_timeout
 from parquet_keytools.errors import (
     ConfigurationError,
     KeytoolsError,
@@ -41,10 +35,9 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.files.conversion import FileResult
 from parquet_keytools.files.file_plan import FilePlan, PlannedFile, plan_files
-from parquet_keytools.keytools import Keytools
 from parquet_keytools.runtime.worker_processes import FileWorkers, command_line_processes
 from parquet_keytools.storage.failures import storage_failure
-from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation
+from parquet_keytools.storage.locations import OBJECT_STORES
 from parquet_keytools.storage.printable import printable
 
 if TYPE_CHECKING:
@@ -55,9 +48,8 @@ _SMALL_BYTES = 4 << 20
 
 _SMALL_FILES_AT_A_TIME = 4
 
-
 _Numbered = tuple[int, PlannedFile]
-"""A file, and its place in the plan."""
+"""A file, and its position in the plan."""
 
 
 class Convert(Protocol):
@@ -77,52 +69,6 @@ class Convert(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A file that could not be converted."""
-
-    file: PlannedFile
-    error: Exception
-
-
-def open_keytools(config: Path, kms_seconds: float = math.inf) -> Keytools:
-    """Load a configuration for files that outlive this process.
-
-    Args:
-        config: The file.
-        kms_seconds: How long one call of the KMS takes at most, whatever the configuration allows.
-
-    Raises:
-        ConfigurationError: It has mistakes, or its master keys are gone when this process ends.
-    """
-    keytools = Keytools(with_short_timeout(load_configuration(config), kms_seconds))
-    if getattr(keytools.kms, "has_generated_keys", False):
-        keytools.close()
-        raise ConfigurationError(
-            "the in_memory KMS makes new random master keys in each process: what one command encrypts, no "
-            "other can decrypt.",
-            file=str(config),
-            yaml_path="kms.keys",
-            hint="Use a keystore or another KMS, or for a test write the keys into the configuration.",
-        )
-    return keytools
-
-
-def parsed_mode(text: str | None) -> int | None:
-    """Return permissions that were given as octal digits; None where none were given.
-
-    Raises:
-        typer.BadParameter: They are none.
-    """
-    if text is None:
-        return None
-    if not re.fullmatch(r"0?[0-7]{3}", text) or int(text, 8) & 0o600 != 0o600:
-        raise typer.BadParameter(
-            "this is three octal digits, and the owner may read and write, such as 640.", param_hint="--mode"
-        )
-    return int(text, 8)
-
-
 def convert_files(
     sources: Sequence[str],
     target: str,
@@ -130,34 +76,32 @@ def convert_files(
     convert: Convert,
     *,
     overwrite: bool,
-    as_json: bool,
     skip_existing: bool = False,
     check: Callable[[list[str]], object] = lambda _: None,
     processes: int | None = 1,
 ) -> None:
     """Convert a file, or all Parquet files of a folder.
 
-    In a folder a file that fails does not keep the others from being converted, unless it is the first and fails
-    for a mistake in the configuration or for credentials: then all would.
+    If a file of a folder fails, the others are still converted, unless it is the first and fails because of the
+    configuration or credentials: then all would fail.
 
     Args:
         sources: Paths, URIs or globs.
         target: A path or URI.
-        participle: What was done to a file, such as `encrypted`.
-        convert: Does it to one file.
-        overwrite: Whether the target may be there.
-        as_json: Whether the outcome goes to stdout as JSON.
-        skip_existing: Whether `convert` skips what an earlier run has made.
-        check: Refuses paths of files, from the folder on; called before anything is written.
-        processes: How many processes convert small files; None takes as many as pay.
+        participle: The past participle of the conversion, such as `encrypted`.
+        convert: Converts one file.
+        overwrite: Whether the target may exist.
+        skip_existing: Whether `convert` skips the results of an earlier run.
+        check: Refuses paths of files, relative to the folder; called before anything is written.
+        processes: Number of processes that convert small files; None chooses it.
 
     Raises:
         typer.Exit: Some files of a folder failed.
-        KeytoolsError: The plan is not possible, the one file failed, or the configuration fits none.
+        KeytoolsError: The plan is not possible, a single file failed, or the configuration fits no file.
     """
     started = time.monotonic()
-    may_be_there = overwrite or skip_existing
-    plan = plan_files(locations_of(sources, "SRC"), location_of(target, "DST"), overwrite=may_be_there)
+    may_exist = overwrite or skip_existing
+    plan = plan_files(locations_of(sources, "SRC"), location_of(target, "DST"), overwrite=may_exist)
     check(plan.paths_in_folder)
     with progress_bar(plan.size_bytes) as progress:
         work = _Work(plan, convert, progress, overwrite=overwrite)
@@ -171,55 +115,54 @@ def convert_files(
                     "this. Continue with --skip-existing, or do all of them again with --overwrite."
                 )
             raise
-    if as_json:
+    if json_wanted():
         print_json(_document(work))
     _tell(work, participle, time.monotonic() - started)
     if work.failures or plan.unseen:
-        raise typer.Exit(ExitStatus.NO if plan.unseen else status_of_all(failed.error for failed in work.failures))
+        raise typer.Exit(ExitStatus.NO if plan.unseen else status_of_all([error for _, error in work.failures]))
 
 
 class _Work:
-    """The conversion of the files of a plan: small ones several at a time, for they mostly wait for the disk."""
+    """Converts the files of a plan; several small files at a time, since they mostly wait for the disk."""
 
-    def __init__(self, plan: FilePlan, convert: Convert, progress: ByteProgress, *, overwrite: bool) -> None:
+    def __init__(self, plan: FilePlan, convert: Convert, progress: ProgressBar, *, overwrite: bool) -> None:
         self.plan = plan
         self._progress = progress
         first = plan.files[0] if plan.files else None
         self._visible = first is None or (first.source.is_for_all_processes and first.target.is_for_all_processes)
-        # All files of a plan lie on one file system, and so do their targets.
+        # All sources of a plan are on one file system, and so are all targets.
         self._convert = partial(
             convert,
             source_filesystem=first and first.source.filesystem,
             target_filesystem=first and first.target.filesystem,
             overwrite=overwrite,
         )
-        self._outcomes: dict[int, FileResult | Failure] = {}
+        self._outcomes: dict[int, FileResult | Exception] = {}
         self._done_bytes = 0
         self._is_stopped = False
 
     @property
     def results(self) -> list[FileResult]:
-        """What was converted, in the order of the plan."""
-        return [found for found in self._in_order() if isinstance(found, FileResult)]
+        """The results of converted files, in the order of the plan."""
+        found = (self._outcomes.get(number) for number in range(len(self.plan.files)))
+        return [outcome for outcome in found if isinstance(outcome, FileResult)]
 
     @property
-    def failures(self) -> list[Failure]:
-        """What could not be converted, in the order of the plan."""
-        return [found for found in self._in_order() if isinstance(found, Failure)]
+    def failures(self) -> list[tuple[PlannedFile, Exception]]:
+        """The files that failed, in the order of the plan."""
+        found = ((file, self._outcomes.get(number)) for number, file in enumerate(self.plan.files))
+        return [(file, outcome) for file, outcome in found if isinstance(outcome, Exception)]
 
     @property
-    def not_begun(self) -> list[PlannedFile]:
+    def not_attempted(self) -> list[PlannedFile]:
         """The files that were left when the file system failed."""
         return [file for number, file in enumerate(self.plan.files) if number not in self._outcomes]
-
-    def _in_order(self) -> list[FileResult | Failure]:
-        return [outcome for _, outcome in sorted(self._outcomes.items())]
 
     def run(self) -> None:
         """Convert all files.
 
         Raises:
-            KeytoolsError: The one file failed, or the configuration fits none.
+            KeytoolsError: A single file failed, or the configuration fits no file.
             WorkerProcessEndedError: A worker process was killed.
         """
         convert = partial(self._convert, on_progress=self._progress.advance)
@@ -228,7 +171,7 @@ class _Work:
         # No progress within small files.
         convert_small = partial(_converted, partial(self._convert, on_progress=None), self.plan.source_is_folder)
         with FileWorkers(convert_small, small, _SMALL_FILES_AT_A_TIME, visible=self._visible) as workers:
-            # The first alone: for a mistake in the configuration all would fail.
+            # The first file alone: if the configuration is wrong, all would fail.
             self._one_by_one(convert, numbered[:1])
             for is_small, files in groupby(numbered[1:], key=lambda entry: entry[1].size_bytes <= _SMALL_BYTES):
                 if not is_small:
@@ -239,7 +182,6 @@ class _Work:
                     self._take(number, file, outcome)
 
     def _left(self, files: Iterable[_Numbered]) -> Iterator[_Numbered]:
-        """Yield files until they are given up."""
         return takewhile(lambda _: not self._is_stopped, files)
 
     def _one_by_one(self, convert: Callable[[str, str], FileResult], files: Iterable[_Numbered]) -> None:
@@ -251,31 +193,25 @@ class _Work:
             self._take(number, file, outcome)
 
     def _take(self, number: int, file: PlannedFile, outcome: FileResult | Exception) -> None:
-        """Take what became of a file; what stops all others is said by each that is under way, and kept once."""
-        kept = self._failure(file, outcome) if isinstance(outcome, Exception) else outcome
-        if kept is not None:
-            self._outcomes[number] = kept
-            self._done_bytes += file.size_bytes
-            self._progress.move_to(self._done_bytes)
-
-    def _failure(self, file: PlannedFile, error: Exception) -> Failure | None:
-        """Return a failure, or None where the file counts as not started.
+        """Keep an outcome. If the storage fails, keep the first failure only: the other files were not attempted.
 
         Raises:
-            Exception: It is the one file, or the others would fail, too.
+            Exception: A single file failed, or the others would fail, too.
         """
-        is_expected = isinstance(error, KeytoolsError | OSError | UnicodeEncodeError | pa.ArrowException)
-        if not (is_expected and self.plan.source_is_folder):
-            raise error
-        if isinstance(error, ConfigurationError | KmsConfigurationError) and not self._outcomes:
-            say(f"Stopped at the first of {number_of(len(self.plan.files), 'file')}, {file.source}.")
-            raise error
-        if storage_failure(error, file.target) is not None:
-            # The others would fare no better.
-            if self._is_stopped:
-                return None
-            self._is_stopped = True
-        return Failure(file, error)
+        if isinstance(outcome, Exception):
+            is_expected = isinstance(outcome, KeytoolsError | OSError | UnicodeEncodeError | pa.ArrowException)
+            if not (is_expected and self.plan.source_is_folder):
+                raise outcome
+            if isinstance(outcome, ConfigurationError | KmsConfigurationError) and not self._outcomes:
+                say(f"Stopped at the first of {number_of(len(self.plan.files), 'file')}, {file.source}.")
+                raise outcome
+            if storage_failure(outcome, file.target) is not None:
+                if self._is_stopped:
+                    return
+                self._is_stopped = True
+        self._outcomes[number] = outcome
+        self._done_bytes += file.size_bytes
+        self._progress.move_to(self._done_bytes)
 
 
 def _converted(
@@ -283,49 +219,46 @@ def _converted(
 ) -> FileResult:
     """Convert a file; also called in worker processes."""
     _, file = numbered
-    if source_is_folder:
-        _create_folder_of(file.target)
-    return convert(file.source.path, file.target.path)
-
-
-def _create_folder_of(file: FileLocation) -> None:
-    if file.filesystem.type_name not in OBJECT_STORES:
-        file.filesystem.create_dir(file.path.rpartition("/")[0], recursive=True)
+    target = file.target
+    if source_is_folder and target.filesystem.type_name not in OBJECT_STORES:
+        target.filesystem.create_dir(target.path.rpartition("/")[0], recursive=True)
+    return convert(file.source.path, target.path)
 
 
 def _document(work: _Work) -> dict[str, Any]:
-    plan = work.plan
+    failures: list[tuple[str, str | None, Exception]] = [
+        (str(file.source), str(file.target), error) for file, error in work.failures
+    ]
+    failures += [(unseen.path, None, unseen.error) for unseen in work.plan.unseen]
     document: dict[str, Any] = {
-        "files": [asdict(result) for result in work.results],
+        "files": work.results,
         "failures": [
-            {"source": source, "target": target, **error_fields(error)}
-            for source, target, error in (
-                *((str(failed.file.source), str(failed.file.target), failed.error) for failed in work.failures),
-                *((unseen.path, None, unseen.error) for unseen in plan.unseen),
-            )
+            {"source": source, "target": target, **error_fields(error)} for source, target, error in failures
         ],
-        "left_out": [{"path": left.path, "reason": left.reason} for left in plan.left_out],
+        "left_out": [{"path": left.path, "reason": left.reason} for left in work.plan.left_out],
     }
-    if not_begun := work.not_begun:
-        document["not_begun"] = [str(file.source) for file in not_begun]
+    if work.not_attempted:
+        document["not_attempted"] = [str(file.source) for file in work.not_attempted]
     return document
 
 
 def _tell(work: _Work, participle: str, seconds: float) -> None:
-    plan, results, failures = work.plan, work.results, work.failures
-    # What may be data first: somebody may miss it.
-    left_out = sorted(plan.left_out, key=lambda left: ".parquet" not in left.location.name.lower())
-    texts = [f"Left out: {left.path}: {left.reason}." for left in left_out]
-    say_first(texts, "Left out: {} more; --json lists all.")
-    for failure in failures:
-        say(f"Failed: {failure_text(str(failure.file.source), failure.error)}")
-    if not_begun := work.not_begun:
+    plan, results = work.plan, work.results
+    left_out, failed = Messages("Left out"), Messages("Failed")
+    # First the files that may be data, since they may be missed.
+    for left in sorted(plan.left_out, key=lambda left: ".parquet" not in left.location.name.lower()):
+        left_out.add(left.path, f"{left.path}: {left.reason}.")
+    for file, error in work.failures:
+        failed.add_error(str(file.source), error, str(file.target))
+    for unseen in plan.unseen:
+        failed.add(unseen.path, f"could not be checked: {error_text(unseen.error)}")
+    left_out.print()
+    failed.print()
+    if not_attempted := work.not_attempted:
         say(
-            f"Stopped: {len(not_begun):,} of {number_of(len(plan.files), 'file')} not started, because they would "
-            "fail too. Solve the problem, then repeat the command with --skip-existing."
+            f"Not attempted: {len(not_attempted):,} of {number_of(len(plan.files), 'file')}, because they would "
+            "fail, too. Solve the problem, then repeat the command with --skip-existing."
         )
-    texts = [f"Failed: could not be checked: {error_text(unseen.error)}" for unseen in plan.unseen]
-    say_first(texts, "Failed: {} more could not be checked; --json lists all.")
     written = [result for result in results if not result.skipped]
     if copied := sum(result.copied for result in written):
         say(f"Copied as they are: {number_of(copied, 'file')} in plaintext, as `plaintext_files: allow` says.")
@@ -343,9 +276,9 @@ def _tell(work: _Work, participle: str, seconds: float) -> None:
 
 
 def salvage_files(
-    sources: Sequence[str], target: str, salvage: Callable[..., SalvageResult], *, overwrite: bool, as_json: bool
+    sources: Sequence[str], target: str, salvage: Callable[..., SalvageResult], *, overwrite: bool
 ) -> None:
-    """Decrypt the whole row groups of files by `Keytools.salvage_file`, and list what is missing.
+    """Decrypt the intact row groups of files by `Keytools.salvage_file`, and list the missing ones.
 
     Raises:
         typer.Exit: Something is missing.
@@ -353,12 +286,11 @@ def salvage_files(
     results: list[SalvageResult] = []
 
     def convert(source: str, target: str, **options: Any) -> SalvageResult:
-        result = salvage(source, target, **options)
-        results.append(result)
-        return result
+        results.append(salvage(source, target, **options))
+        return results[-1]
 
     try:
-        convert_files(sources, target, "salvaged", convert, overwrite=overwrite, as_json=as_json)
+        convert_files(sources, target, "salvaged", convert, overwrite=overwrite)
     finally:
         for result in results:
             _say_missing(result)

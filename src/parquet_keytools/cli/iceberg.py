@@ -1,27 +1,31 @@
-"""`parquet-keytools iceberg`: encrypted tables of Apache Iceberg."""
+"""`parquet-keytools iceberg`: keys of encrypted Apache Iceberg tables."""
 
-# Nothing slow is imported here: `--help` has to answer at once.
+# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
-import sys
+import datetime
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.options import JsonOption, config_option, pairs_of
+from parquet_keytools.cli.options import ReportOptions, config_option, pairs_of, with_options
 from parquet_keytools.cli.output import (
-    WIDTH_WITHOUT_TERMINAL,
+    Branch,
     ExitStatus,
+    Messages,
     answer,
+    is_verbose,
+    json_wanted,
     number_of,
     print_json,
     print_table,
     size_text,
-    without_controls,
+    terminal_width,
 )
 
 if TYPE_CHECKING:
@@ -32,115 +36,114 @@ app = typer.Typer(
     name="iceberg", help="Look at the keys of encrypted Iceberg tables, and rotate them.", no_args_is_help=True
 )
 
-IcebergTableArgument = Annotated[
+TableArgument = Annotated[
     str,
     typer.Argument(
         metavar="TABLE",
         help="A metadata file or its URI, or with --catalog the name of a table, such as db.people.",
     ),
 ]
-CatalogOption = Annotated[
-    str | None,
-    typer.Option("--catalog", metavar="NAME", help="A catalog that PyIceberg knows, as in .pyiceberg.yaml."),
-]
-PropertyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--property", metavar="NAME=VALUE", help="A property of PyIceberg, of catalog or FileIO. Repeatable."
-    ),
-]
-IcebergConfigOption = Annotated[Path | None, config_option("The YAML configuration: its KMS opens the keys.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions(ReportOptions):
+    """Where a table is, and which KMS opens its keys."""
+
+    config: Annotated[Path | None, config_option("The YAML configuration: its KMS opens the keys.")] = None
+    catalog: Annotated[
+        str | None,
+        typer.Option("--catalog", metavar="NAME", help="A catalog that PyIceberg knows, as in .pyiceberg.yaml."),
+    ] = None
+    properties: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--property", metavar="NAME=VALUE", help="A property of PyIceberg, of catalog or FileIO. Repeatable."
+        ),
+    ] = None
+
+    def located(self, table: str) -> LocatedTable:
+        """Return the table to read."""
+        with _iceberg_installed():
+            from parquet_keytools.iceberg.table_audit import located_table
+
+        return located_table(table, self.config, self.catalog, pairs_of(self.properties, "--property"))
+
+    def to_write(self, table: str, option: str) -> Any:
+        """Return the table to write; `option` needs a catalog.
+
+        Raises:
+            typer.BadParameter: There is no catalog.
+        """
+        if self.catalog is None:
+            raise typer.BadParameter("this commits to a catalog: give --catalog, too.", param_hint=option)
+        with _iceberg_installed():
+            from parquet_keytools.iceberg.encrypted_table import load_table_to_write
+
+        return load_table_to_write(self.catalog, table, self.config, pairs_of(self.properties, "--property"))
 
 
 @app.command("inspect")
-def inspect_table_command(
-    table: IcebergTableArgument,
-    config: IcebergConfigOption = None,
-    catalog: CatalogOption = None,
-    properties: PropertyOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(TableOptions)
+def inspect_table_command(table: TableArgument, options: TableOptions) -> None:
     """Show the key chain: master keys, KEKs with their age, snapshots, manifests and files.
 
-    Manifest lists and manifests are decrypted, files are not. Exits 1 if the chain is broken, or if plaintext
-    files lie in an encrypted table.
+    Manifest lists and manifests are decrypted, files are not. Exits with 1 if the chain is broken, or if plaintext
+    files are in an encrypted table.
     """
-    _audit(table, config, catalog, properties, as_json, with_data=False)
+    _audit(options.located(table), with_data=False)
 
 
 @app.command("verify")
-def verify_table_command(
-    table: IcebergTableArgument,
-    config: IcebergConfigOption = None,
-    catalog: CatalogOption = None,
-    properties: PropertyOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(TableOptions)
+def verify_table_command(table: TableArgument, options: TableOptions) -> None:
     """Check each link of the key chain, and each file of every snapshot to its last byte.
 
-    Finds plaintext files, streams that were cut, files that were changed or swapped, and data keys that files
-    share. Exits 1 if something is wrong.
+    Detects plaintext files, truncated streams, changed or swapped files, and data keys that files share. Exits
+    with 1 if something is wrong.
     """
-    _audit(table, config, catalog, properties, as_json, with_data=True)
+    _audit(options.located(table), with_data=True)
+
+
+RemoveOption = Annotated[
+    bool,
+    typer.Option(
+        "--remove-unneeded",
+        help="First remove the keys that no snapshot needs, as one commit; with --catalog only.",
+    ),
+]
 
 
 @app.command("keys")
-def table_keys_command(
-    table: IcebergTableArgument,
-    config: IcebergConfigOption = None,
-    catalog: CatalogOption = None,
-    properties: PropertyOption = None,
-    remove_unneeded: Annotated[
-        bool,
-        typer.Option(
-            "--remove-unneeded",
-            help="First remove the keys that no snapshot needs, as one commit; with --catalog alone.",
-        ),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(TableOptions)
+def table_keys_command(table: TableArgument, options: TableOptions, remove_unneeded: RemoveOption = False) -> None:
     """Show which master keys and KEKs a table depends on, and keys that nothing needs.
 
     Only the metadata file is read, and no KMS is called.
     """
     if remove_unneeded:
-        if catalog is None:
-            raise typer.BadParameter(
-                "it commits to a catalog: give --catalog, too.", param_hint="--remove-unneeded"
-            )
-        with _iceberg_installed():
-            from parquet_keytools.iceberg.encrypted_table import load_table_to_write
-        load_table_to_write(catalog, table, config, pairs_of(properties, "--property")).remove_unneeded_keys()
-    encryption = _located(table, config, catalog, properties).encryption
-    if as_json:
-        print_json(table_keys_document(encryption))
+        options.to_write(table, "--remove-unneeded").remove_unneeded_keys()
+    encryption = options.located(table).encryption
+    if json_wanted():
+        print_json(_keys_document(encryption))
     else:
-        print_keys(encryption)
+        _show_keys(encryption)
+
+
+NameArgument = Annotated[str, typer.Argument(metavar="TABLE", help="Name of the table, such as db.people.")]
 
 
 @app.command("rotate")
-def rotate_table_command(
-    table: Annotated[str, typer.Argument(metavar="TABLE", help="Name of the table, such as db.people.")],
-    catalog: Annotated[
-        str,
-        typer.Option("--catalog", metavar="NAME", help="Its catalog that PyIceberg knows, as in .pyiceberg.yaml."),
-    ],
-    config: IcebergConfigOption = None,
-    properties: PropertyOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(TableOptions)
+def rotate_table_command(table: NameArgument, options: TableOptions) -> None:
     """Re-wrap the KEKs of a table under the current version of their master key, as one commit.
 
-    The metadata file alone is replaced. The property encryption.key-id never changes. If it fails, the table
-    is as it was.
+    Needs --catalog. Only the metadata file is replaced. The property encryption.key-id never changes. If the
+    rotation fails, the table stays as it is.
     """
-    with _iceberg_installed():
-        from parquet_keytools.iceberg.encrypted_table import load_table_to_write
-
-    loaded = load_table_to_write(catalog, table, config, pairs_of(properties, "--property"))
+    loaded = options.to_write(table, "rotate")
     rotated = loaded.rotate()
     master_key_id = loaded.known().encryption.master_key_id
-    if as_json:
+    if json_wanted():
         print_json({"table": table, "master_key_id": master_key_id, "rotated_keks": list(rotated)})
     else:
         answer(
@@ -159,45 +162,29 @@ def _iceberg_installed() -> Iterator[None]:
         raise ConfigurationError(f"{error.name} is not installed.", hint=install_hint("iceberg")) from None
 
 
-def _located(table: str, config: Path | None, catalog: str | None, properties: list[str] | None) -> LocatedTable:
-    with _iceberg_installed():
-        from parquet_keytools.iceberg.table_audit import located_table
-
-    return located_table(table, config, catalog, pairs_of(properties, "--property"))
-
-
-def _audit(
-    table: str,
-    config: Path | None,
-    catalog: str | None,
-    properties: list[str] | None,
-    as_json: bool,
-    *,
-    with_data: bool,
-) -> None:
-    """Show the key chain, or with data only what is wrong with it."""
-    located = _located(table, config, catalog, properties)
+def _audit(located: LocatedTable, *, with_data: bool) -> None:
+    """Audit a table. The key chain is shown unless data files are checked; problems always are."""
     from parquet_keytools.iceberg.table_audit import TableAudit
 
     report = TableAudit(located, with_data=with_data).run()
-    if as_json:
-        print_json(table_document(report))
+    if json_wanted():
+        print_json(_table_document(report))
     else:
         if not with_data:
-            print_tree(report)
-        print_findings(report)
+            answer("\n".join(_tree(report).lines(terminal_width())))
+        _show_findings(report)
     if report.findings:
         raise typer.Exit(ExitStatus.KMS_FAILED if report.kms_failed else ExitStatus.NO)
 
 
-# --- the key chain, for people and for programs ---
+# --- results ---
 
 
 _MOST_CHILDREN = 50
+_MOST_ORPHANS = 50
 
 
-def table_document(report: TableReport) -> dict[str, Any]:
-    """Return a report for programs."""
+def _table_document(report: TableReport) -> dict[str, Any]:
     encryption = report.encryption
     return {
         "metadata": encryption.metadata_location,
@@ -206,14 +193,10 @@ def table_document(report: TableReport) -> dict[str, Any]:
         "is_encrypted": encryption.is_encrypted,
         "master_key_id": encryption.master_key_id,
         "master_key_ids": report.master_key_ids,
-        "keks": list(map(asdict, report.keks)),
+        "keks": report.keks,
         "unneeded_keys": list(encryption.unneeded_keys),
         "snapshots": [
-            {
-                "snapshot_id": snapshot.snapshot_id,
-                "key_id": snapshot.key_id,
-                "manifest_list": snapshot.manifest_list,
-            }
+            {name: getattr(snapshot, name) for name in ("snapshot_id", "key_id", "manifest_list")}
             for snapshot in encryption.snapshots
         ],
         "files": [
@@ -234,13 +217,11 @@ def table_document(report: TableReport) -> dict[str, Any]:
     }
 
 
-def table_keys_document(encryption: TableEncryption) -> dict[str, Any]:
-    """Return for programs what `keys` shows."""
-    keks = {kek.key_id: kek for kek in encryption.keks}
+def _keys_document(encryption: TableEncryption) -> dict[str, Any]:
     return {
         "metadata": encryption.metadata_location,
         "master_key_id": encryption.master_key_id,
-        "master_key_ids": sorted({kek.encrypted_by_id for kek in keks.values()}),
+        "master_key_ids": sorted({kek.encrypted_by_id for kek in encryption.keks}),
         "keks": [
             {
                 "key_id": kek.key_id,
@@ -248,9 +229,9 @@ def table_keys_document(encryption: TableEncryption) -> dict[str, Any]:
                 "timestamp_ms": kek.timestamp_ms,
                 "snapshot_ids": _snapshots_under(encryption, kek.key_id),
             }
-            for kek in keks.values()
+            for kek in encryption.keks
         ],
-        "unneeded_keys": list(encryption.unneeded_keys),
+        "unneeded_keys": encryption.unneeded_keys,
     }
 
 
@@ -262,15 +243,16 @@ def _snapshots_under(encryption: TableEncryption, kek_id: str) -> list[int]:
     ]
 
 
-def print_keys(encryption: TableEncryption) -> None:
-    """Print the master keys and KEKs that a table depends on."""
-    import datetime
+_END_OF_YEAR_9999_MS = 253_402_300_800_000
 
-    def made(timestamp_ms: int | None) -> str:
-        if timestamp_ms is None or not 0 <= timestamp_ms < 253_402_300_800_000:
-            return "unknown"
-        return f"{datetime.datetime.fromtimestamp(timestamp_ms / 1000, datetime.UTC):%Y-%m-%d}"
 
+def _date(timestamp_ms: int | None) -> str:
+    if timestamp_ms is None or not 0 <= timestamp_ms < _END_OF_YEAR_9999_MS:
+        return "unknown"
+    return f"{datetime.datetime.fromtimestamp(timestamp_ms / 1000, datetime.UTC):%Y-%m-%d}"
+
+
+def _show_keys(encryption: TableEncryption) -> None:
     if not encryption.is_encrypted:
         answer(f"{encryption.metadata_location}: the table is not encrypted.")
         return
@@ -278,41 +260,35 @@ def print_keys(encryption: TableEncryption) -> None:
         f"KEKs of {encryption.metadata_location}",
         ["Master key", "KEK", "Made", "Snapshots"],
         [
-            [k.encrypted_by_id, k.key_id, made(k.timestamp_ms), str(len(_snapshots_under(encryption, k.key_id)))]
+            [k.encrypted_by_id, k.key_id, _date(k.timestamp_ms), str(len(_snapshots_under(encryption, k.key_id)))]
             for k in encryption.keks
         ],
     )
     answer(f"New KEKs are wrapped by the master key {encryption.master_key_id!r}.")
-    _say_unneeded(encryption.unneeded_keys)
+    _show_unneeded(encryption.unneeded_keys)
 
 
-def _say_unneeded(keys: Sequence[str]) -> None:
+def _show_unneeded(keys: Sequence[str]) -> None:
     if keys:
         answer(f"No snapshot needs {number_of(len(keys), 'key')}: {', '.join(keys)}")
 
 
-def print_tree(report: TableReport) -> None:
-    """Print the key chain as a tree."""
-    from rich.console import Console
-    from rich.text import Text
-    from rich.tree import Tree
+_RED = partial(typer.style, fg="red")
 
+
+def _tree(report: TableReport) -> Branch:
+    """Return the key chain as a tree."""
     encryption = report.encryption
-
-    def line(text: str, style: str = "") -> Text:
-        return Text(without_controls(text), style=style, overflow="fold")
-
-    root = Tree(line(encryption.metadata_location, "bold"))
-
-    def add(parent: Tree, text: str, problems: list[str]) -> Tree:
-        branch = parent.add(line(text, "red" if problems else ""))
-        for problem in problems:
-            branch.add(line(problem, "red"))
-        return branch
-
+    root = Branch(encryption.metadata_location, partial(typer.style, bold=True))
     shown: set[str] = set()
 
-    def add_link(parent: Tree, link: ChainLink) -> None:
+    def add(parent: Branch, text: str, problems: Sequence[str] = ()) -> Branch:
+        branch = parent.add(text, _RED if problems else str)
+        for problem in problems:
+            branch.add(problem, _RED)
+        return branch
+
+    def add_link(parent: Branch, link: ChainLink) -> None:
         size = "" if link.length is None else f", {size_text(link.length)}"
         state = "" if link.is_encrypted or not encryption.is_encrypted else ", PLAINTEXT"
         shared = f", shared by {len(link.snapshot_ids)} snapshots" if link.is_shared else ""
@@ -326,23 +302,22 @@ def print_tree(report: TableReport) -> None:
         if len(link.children) > _MOST_CHILDREN:
             branch.add(f"and {len(link.children) - _MOST_CHILDREN:,} more")
 
-    def add_lists(parent: Tree, kek_id: str | None) -> None:
+    def add_lists(parent: Branch, kek_id: str | None) -> None:
         for link in report.lists:
             if _kek_of(report, link) == kek_id:
-                add_link(add(parent, f"snapshot {link.snapshot_ids[0]}", []), link)
+                add_link(add(parent, f"snapshot {link.snapshot_ids[0]}"), link)
 
     for master_key_id in report.master_key_ids:
         is_current = " (for new KEKs)" if master_key_id == encryption.master_key_id else ""
-        master = add(root, f"master key {master_key_id}{is_current}", [])
+        master = add(root, f"master key {master_key_id}{is_current}")
         for kek in report.keks:
             if kek.master_key_id == master_key_id:
                 add_lists(add(master, _kek_text(kek), kek.problems), kek.key_id)
     if any(_kek_of(report, link) is None for link in report.lists):
-        add_lists(add(root, "without a KEK", []), None)
+        add_lists(add(root, "without a KEK"), None)
     for link in report.statistics:
         add_link(root, link)
-    # A narrower console would cut the width that is asked for.
-    Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL).print(root)
+    return root
 
 
 def _kek_of(report: TableReport, link: ChainLink) -> str | None:
@@ -360,19 +335,21 @@ def _kek_text(kek: KekReport) -> str:
     return f"KEK {kek.key_id}, {age}{due}, {number_of(kek.manifest_lists, 'manifest list')}"
 
 
-def print_findings(report: TableReport) -> None:
-    """Print what is wrong, and a summary."""
+def _show_findings(report: TableReport) -> None:
+    """Print the problems, and a summary."""
     encryption = report.encryption
+    problems = Messages(_RED("problem"), answer, noun="link")
     for link, problem in report.findings:
-        answer(f"{typer.style('problem', fg='red')}: {link}: {problem}")
-    _say_unneeded(encryption.unneeded_keys)
+        problems.add(link, f"{link}: {problem}")
+    problems.print()
+    _show_unneeded(list(encryption.unneeded_keys))
     orphans = report.orphans or []
-    for orphan in orphans[:_MOST_CHILDREN]:
+    for orphan in orphans if is_verbose() else orphans[:_MOST_ORPHANS]:
         answer(f"orphan: nothing names {orphan}")
     if orphans:
-        more = len(orphans) - _MOST_CHILDREN
+        more = 0 if is_verbose() else len(orphans) - _MOST_ORPHANS
         answer(
-            (f"And {more:,} more orphans. " if more > 0 else "")
+            (f"And {more:,} more orphans; --verbose lists all. " if more > 0 else "")
             + "Expired snapshots leave such files, and so do commits that failed or are in progress."
         )
     shared = sum(link.is_shared for link in report.links.values())
@@ -382,6 +359,7 @@ def print_findings(report: TableReport) -> None:
     answer(f"{snapshots}, {files}, {shared:,} of them shared by snapshots; master keys: {master_keys}.")
     if not encryption.is_encrypted:
         answer("The table is not encrypted.")
+    elif report.findings:
+        answer(f"{number_of(len(report.findings), 'problem')}.")
     else:
-        problems = len(report.findings)
-        answer("Nothing is wrong." if not problems else f"{number_of(problems, 'problem')}.")
+        answer("Nothing is wrong.")

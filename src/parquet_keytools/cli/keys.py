@@ -1,10 +1,11 @@
 """`parquet-keytools keys` and `hash-key`."""
 
-# Nothing slow is imported here: `--help` has to answer at once.
+# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import errno
-from dataclasses import asdict, dataclass, field
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,21 +15,23 @@ from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
     IgnorePassedOverOption,
-    JsonOption,
     PathsArgument,
+    ReportOptions,
     TableOption,
     config_option,
     locations_of,
+    open_keytools,
+    with_options,
 )
 from parquet_keytools.cli.output import (
     ExitStatus,
     FilesDocument,
+    Messages,
     answer,
     error_fields,
-    failure_text,
-    file_counter,
     number_of,
     print_table,
+    progress_bar,
     say,
 )
 
@@ -50,6 +53,7 @@ FailIfUsesOption = Annotated[
 ]
 
 
+@with_options(ReportOptions)
 def keys_command(
     paths: PathsArgument,
     config: KeysConfigOption = None,
@@ -57,11 +61,10 @@ def keys_command(
     aad_prefix: AadPrefixOption = None,
     fail_if_uses: FailIfUsesOption = None,
     ignore_passed_over: IgnorePassedOverOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Show which files and columns depend on which master key.
 
-    Run this before you disable or destroy a key, or a version of one. Without a configuration no KMS is called, so
+    Run this before you disable or destroy a key, or a version of a key. Without a configuration no KMS is called:
     column keys inside encrypted footers are not visible, and versions are unknown.
     """
     from parquet_keytools.keytools import Keytools
@@ -72,23 +75,30 @@ def keys_command(
         if table is not None:
             keytools.configuration.select_table(table)
         wanted = [wanted_key(keytools, text) for text in fail_if_uses or []]
-        tally = KeysTally(wanted, same_master_key(keytools.kms))
-        with FilesDocument(wanted=as_json) as document:
+        tally = _KeysTally(wanted, same_master_key(keytools.kms))
+        with FilesDocument() as document:
             try:
-                with file_counter() as count:
+                with progress_bar() as progress:
                     for file in keytools.key_inventory(
                         location, table_name=table, aad_prefix=aad_prefix, ignore_passed_over=ignore_passed_over
                     ):
-                        count(file)
+                        progress.count(file)
                         tally.add(file)
-                        if as_json:
-                            document.add(key_uses_document(file))
+                        document.add(
+                            {
+                                "path": file.path,
+                                "encrypted": file.is_encrypted,
+                                "keys": file.uses,
+                                "all_keys_seen": file.unknown is None,
+                                **error_fields(file.unknown),
+                            }
+                        )
             except FileNotFoundError as error:
                 if len(paths) > 1:
                     raise
                 raise FileNotFoundError(errno.ENOENT, "no such file or folder", paths[0]) from error
             document.end(tally.document())
-    tally.tell()
+    tally.show()
     if not (tally.nothing_is_used and tally.is_complete):
         raise typer.Exit(ExitStatus.NO)
 
@@ -99,30 +109,26 @@ MasterKeyOption = Annotated[
     typer.Option(
         "--master-key",
         metavar="KEY",
-        help="The master key that wraps the secret. Otherwise, for a secret that is there, the one that it has.",
+        help="The master key that wraps the secret. By default, the master key that wraps an existing secret.",
     ),
 ]
 
 
 def hash_key_command(name: NameArgument, config: ConfigOption, master_key: MasterKeyOption = None) -> None:
-    """Make a secret for `denied_columns: hash`, or re-wrap one.
+    """Create a secret for `denied_columns: hash`, or re-wrap one.
 
-    Prints the lines for the configuration. A secret that the configuration has under this name is re-wrapped, and
-    digests stay the same; otherwise it is a new one.
+    Prints the lines for the configuration. If the configuration has a secret of this name, it is re-wrapped, and
+    digests stay the same.
     """
-    import json
-
-    from parquet_keytools.cli.file_work import open_keytools
-
     with open_keytools(config) as keytools:
         is_known = name in keytools.configuration.hash_keys
         made = keytools.wrap_hash_key(name, master_key)
     say(
         "This is the same secret, re-wrapped: digests stay the same."
         if is_known
-        else "This is a new secret. Keep it: without it, no digest can be made again."
+        else "This is a new secret. Keep it: without it, the same digests cannot be made again."
     )
-    # Texts of JSON are texts of YAML.
+    # JSON strings are YAML strings.
     lines = [
         "hash_keys:",
         f"  {json.dumps(name)}:",
@@ -132,18 +138,12 @@ def hash_key_command(name: NameArgument, config: ConfigOption, master_key: Maste
     answer("\n".join(lines))
 
 
-# --- the report of `keys` ---
-
-
-_MOST_COLUMNS_KEPT = 10_000
-_MOST_COLUMNS_SHOWN = 8
-_MOST_FILES_SHOWN = 20
-_MOST_PASSED_OVER_SHOWN = 20
+# --- which keys to look for ---
 
 
 @dataclass(frozen=True)
 class WantedKey:
-    """A master key, or a version of it, that nothing is to need."""
+    """A master key, or a version of it, that no file should need."""
 
     text: str
     master_key_id: str
@@ -151,11 +151,11 @@ class WantedKey:
 
 
 def wanted_key(keytools: Keytools, text: str) -> WantedKey:
-    """Return the master key that `KEY[@VERSION]` means.
+    """Return the master key that `KEY[@VERSION]` names.
 
     Raises:
-        ConfigurationError: The KMS has no such master key or version, or it is a data key, or the version is left
-            out after the `@`: nothing would seem to need it.
+        ConfigurationError: The KMS has no such master key or version, or it is a data key, or no version follows
+            the `@`. Otherwise it would seem that nothing needs the key.
     """
     from parquet_keytools.config.document import did_you_mean, one_of
     from parquet_keytools.errors import ConfigurationError, KmsError, MasterKeyNotFoundError
@@ -163,11 +163,11 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
 
     names = keytools.configuration.master_keys
     known = None if keytools.kms is None else keytools.kms.master_key_ids()
-    key, at, version = text.rpartition("@")
-    is_whole = not at or text in names or text in (known or ())
-    name = text if is_whole else key
-    if not is_whole and not version:
-        # Such as of a variable that is not set.
+    name, version = text, None
+    if "@" in text and text not in names and text not in (known or ()):
+        name, _, version = text.rpartition("@")
+    if version == "":
+        # Probably an unset shell variable.
         raise ConfigurationError(f"{text!r} names no version.", hint="Leave out the `@` to mean all versions.")
     master_key_id = names.get(name, name)
     if name in keytools.configuration.data_keys and name not in names:
@@ -177,46 +177,44 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
     if known is not None and master_key_id not in known:
         hint = did_you_mean(name, {*known, *names}) or one_of(known)
         raise ConfigurationError(f"the KMS has no master key {master_key_id!r}.", hint=hint)
-    wanted_version = None if is_whole else version
-    if keytools.kms is not None and (known is None or wanted_version is not None):
+    if keytools.kms is not None and (known is None or version is not None):
         newest = None
         try:
             newest = keytools.kms.describe(master_key_id).current_version
         except MasterKeyNotFoundError as error:
             raise ConfigurationError(str(error)) from None
         except KmsError:
-            # Who may not describe it may well ask; what files say of it is compared in any case.
+            # A caller without the right to describe the key can still compare it with the files.
             pass
-        if wanted_version is not None:
-            check_version(name, wanted_version, newest)
-    return WantedKey(text, master_key_id, wanted_version)
+        if version is not None:
+            check_version(name, version, newest)
+    return WantedKey(text, master_key_id, version)
 
 
-def key_uses_document(file: FileKeyUses) -> dict[str, Any]:
-    """Return the keys of a file as a document of JSON."""
-    return {
-        "path": file.path,
-        "encrypted": file.is_encrypted,
-        "keys": [asdict(use) for use in file.uses],
-        "all_keys_seen": file.unknown is None,
-        **error_fields(file.unknown),
-    }
+# --- the results of `keys` ---
+
+
+_MOST_COLUMNS_KEPT = 10_000
+_MOST_COLUMNS_SHOWN = 8
+
+_KeyName = tuple[str, str, str | None]
+"""Kind, name and version of a key."""
 
 
 @dataclass
 class _Uses:
-    """What depends on a version of a key."""
+    """The uses of a version of a key."""
 
     files: int = 0
     footers: int = 0
     columns: dict[str, None] = field(default_factory=dict)
-    hidden: int = 0
+    hidden_columns: int = 0
 
     def add(self, use: UsedKey) -> None:
         if use.is_footer:
             self.footers += 1
         elif use.column is None:
-            self.hidden += 1
+            self.hidden_columns += 1
         elif len(self.columns) < _MOST_COLUMNS_KEPT:
             self.columns[use.column] = None
 
@@ -226,51 +224,48 @@ class _Uses:
         shown = names[:_MOST_COLUMNS_SHOWN]
         if len(names) > len(shown):
             shown.append(f"and {len(names) - len(shown):,} more")
-        if self.hidden:
-            shown.append(f"{self.hidden:,} whose names are hidden")
+        if self.hidden_columns:
+            shown.append(f"{self.hidden_columns:,} whose names are hidden")
         return ", ".join(shown)
 
 
 @dataclass
 class _Need:
-    """Which files need a wanted key."""
+    """How many files need a wanted key, and of how many this is unknown."""
 
     needed_by: int = 0
-    uncertain: int = 0
-    examples: list[str] = field(default_factory=list)
+    unknown: int = 0
+    example: str = ""
 
     def add(self, path: str, depends: bool | None) -> None:
-        if depends is False:
-            return
-        if depends:
+        if depends is None:
+            self.unknown += 1
+        elif depends:
             self.needed_by += 1
-        else:
-            self.uncertain += 1
-        if len(self.examples) < 3:
-            self.examples.append(path)
+            self.example = self.example or path
 
 
-class KeysTally:
-    """Counts which keys files depend on, one by one."""
+class _KeysTally:
+    """Counts the keys that files depend on, file by file."""
 
     def __init__(self, wanted: list[WantedKey], same: SameMasterKey) -> None:
         self._same = same
         self._needs = {key: _Need() for key in wanted}
-        self._uses: dict[tuple[str, str, str | None], _Uses] = {}
-        self._encrypted = self._plaintext = self._not_all_seen = self._not_looked_into = 0
-        self._passed_over = self._misplaced = 0
-        self._passed_over_examples: list[str] = []
-        self._unseen: list[str] = []
+        self._uses: dict[_KeyName, _Uses] = {}
+        self._encrypted = self._plaintext = self._unreadable = self._misplaced = 0
+        self._passed_over: list[str] = []
+        self._unknown = Messages("Keys unknown", answer)
+        self._skipped = Messages("Skipped, as by readers of data sets", answer)
 
     @property
     def nothing_is_used(self) -> bool:
-        """Whether it is certain that no file needs a wanted key."""
-        return not any(need.needed_by or need.uncertain for need in self._needs.values())
+        """Whether certainly no file needs a wanted key."""
+        return not any(need.needed_by or need.unknown for need in self._needs.values())
 
     @property
     def is_complete(self) -> bool:
-        """Whether all files could be checked, no encrypted one is skipped, and none is where readers refuse it."""
-        return not (self._not_looked_into or self._passed_over or self._misplaced)
+        """Whether every file could be checked, and readers skip no encrypted file and refuse no folder."""
+        return not (self._unreadable or self._passed_over or self._misplaced)
 
     def add(self, file: FileKeyUses) -> None:
         """Count the keys of a file."""
@@ -280,30 +275,24 @@ class KeysTally:
             self._plaintext += 1
             return
         if file.is_passed_over:
-            self._passed_over += 1
-            if len(self._passed_over_examples) < _MOST_PASSED_OVER_SHOWN:
-                self._passed_over_examples.append(file.path)
+            self._passed_over.append(file.path)
+            self._skipped.add(file.path, f"{file.path} may need any key.")
         elif file.is_unseen:
-            self._not_looked_into += 1
+            self._unreadable += 1
         else:
             self._encrypted += 1
             self._misplaced += isinstance(file.unknown, FolderNameError)
+        if file.unknown is not None and not file.is_passed_over:
+            self._unknown.add_error(file.path, file.unknown)
         for key, need in self._needs.items():
             need.add(file.path, file.depends_on(key.master_key_id, key.version, self._same))
-        seen = set()
         for use in file.uses:
-            name = _name(use)
-            uses = self._uses.setdefault(name, _Uses())
-            uses.add(use)
-            uses.files += name not in seen
-            seen.add(name)
-        if file.unknown is not None and not file.is_passed_over:
-            self._not_all_seen += 1
-            if len(self._unseen) < _MOST_FILES_SHOWN:
-                self._unseen.append(failure_text(file.path, file.unknown))
+            self._uses.setdefault(_name(use), _Uses()).add(use)
+        for name in {_name(use) for use in file.uses}:
+            self._uses[name].files += 1
 
     def document(self) -> dict[str, Any]:
-        """Return the summary as a document of JSON."""
+        """Return the summary as JSON."""
         return {
             "complete": self.is_complete,
             "master_keys": [
@@ -314,32 +303,32 @@ class KeysTally:
                     "files": uses.files,
                     "footers": uses.footers,
                     "columns": list(uses.columns),
-                    "hidden_columns": uses.hidden,
+                    "hidden_columns": uses.hidden_columns,
                 }
                 for (kind, key, version), uses in self._sorted()
             ],
             "counts": {
                 "encrypted": self._encrypted,
                 "not_encrypted": self._plaintext,
-                "not_all_keys_seen": self._not_all_seen,
-                "not_looked_into": self._not_looked_into,
-                "passed_over": self._passed_over,
+                "unknown_keys": len(self._unknown),
+                "unreadable": self._unreadable,
+                "skipped": len(self._passed_over),
             },
-            "passed_over": self._passed_over_examples,
+            "skipped": self._passed_over,
             "fail_if_uses": [
                 {
                     "key": key.text,
                     "master_key_id": key.master_key_id,
                     "version": key.version,
                     "needed_by": need.needed_by,
-                    "unknown": need.uncertain,
+                    "unknown": need.unknown,
                 }
                 for key, need in self._needs.items()
             ],
         }
 
-    def tell(self) -> None:
-        """Tell people the summary."""
+    def show(self) -> None:
+        """Print the summary."""
         rows = [
             (
                 key if kind == "master key" else f"{key} ({kind})",
@@ -352,46 +341,34 @@ class KeysTally:
         ]
         if rows:
             print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
-        for text in self._unseen:
-            answer(f"Keys unknown: {text}")
-        if self._not_all_seen > len(self._unseen):
-            answer(f"Keys unknown: {self._not_all_seen - len(self._unseen):,} more; --json lists all.")
-        for path in self._passed_over_examples:
-            answer(f"Skipped, as by readers of data sets; may need any key: {path}")
-        if self._passed_over > len(self._passed_over_examples):
-            answer(f"Skipped: {self._passed_over - len(self._passed_over_examples):,} more.")
-        unseen = f", {self._not_looked_into:,} that could not be checked" if self._not_looked_into else ""
-        answer(
-            f"{number_of(self._encrypted, 'encrypted file')}, {self._plaintext:,} not encrypted{unseen}; "
-            + (
-                f"in {self._not_all_seen:,} some keys could not be checked."
-                if self._not_all_seen
-                else "all keys are visible."
-                if not self._passed_over
-                else f"{self._passed_over:,} skipped."
-            )
-        )
+        self._unknown.print()
+        self._skipped.print()
+        if self._unknown:
+            rest = f"in {len(self._unknown):,} some keys could not be checked."
+        elif self._passed_over:
+            rest = f"{len(self._passed_over):,} skipped."
+        else:
+            rest = "all keys are visible."
+        unreadable = f", {self._unreadable:,} that could not be checked" if self._unreadable else ""
+        files = number_of(self._encrypted, "encrypted file")
+        answer(f"{files}, {self._plaintext:,} not encrypted{unreadable}; {rest}")
         for key, need in self._needs.items():
-            _tell_need(key, need)
+            if need.needed_by:
+                files = number_of(need.needed_by, "file")
+                answer(f"{key.text} is still needed by {files}, such as {need.example}.")
+            if need.unknown:
+                files = number_of(need.unknown, "file")
+                answer(f"For {files} it is unknown whether {key.text} is needed: assume that it is.")
+            if not need.needed_by and not need.unknown:
+                answer(f"Nothing here needs {key.text}.")
         if self._passed_over and self._needs:
             answer("Run `keys` on skipped files themselves, or exclude them with --ignore-passed-over.")
 
-    def _sorted(self) -> list[tuple[tuple[str, str, str | None], _Uses]]:
+    def _sorted(self) -> list[tuple[_KeyName, _Uses]]:
         return sorted(self._uses.items(), key=lambda item: tuple(part or "" for part in item[0]))
 
 
-def _tell_need(key: WantedKey, need: _Need) -> None:
-    if need.needed_by:
-        files = number_of(need.needed_by, "file")
-        answer(f"{key.text} is still needed by {files}, such as {need.examples[0]}.")
-    if need.uncertain:
-        files = number_of(need.uncertain, "file")
-        answer(f"For {files} it is unknown whether {key.text} is needed: assume that it is.")
-    if not need.needed_by and not need.uncertain:
-        answer(f"Nothing here needs {key.text}.")
-
-
-def _name(use: UsedKey) -> tuple[str, str, str | None]:
+def _name(use: UsedKey) -> _KeyName:
     if use.master_key_id is not None:
         return "master key", use.master_key_id, use.version
     return "data key", use.data_key or "", None

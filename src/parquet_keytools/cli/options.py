@@ -1,26 +1,30 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands share, and what they mean."""
 
-# Nothing slow is imported here: `--help` has to answer at once.
+# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from parquet_keytools.cli.output import answer_with_json
+from parquet_keytools.cli.output import set_json, set_verbose
 
 if TYPE_CHECKING:
+    from parquet_keytools.keytools import Keytools
     from parquet_keytools.storage.locations import FileLocation
 
 
 def refuse_other_encoding(text: str, name: str) -> None:
-    """Refuse an argument whose bytes were not UTF-8: neither an AAD prefix nor pyarrow takes others.
+    """Refuse an argument that is not UTF-8, since neither AAD prefixes nor pyarrow accept it.
 
     Raises:
-        typer.BadParameter: They were not.
+        typer.BadParameter: The argument is not UTF-8.
     """
     try:
         text.encode()
@@ -29,11 +33,11 @@ def refuse_other_encoding(text: str, name: str) -> None:
 
 
 def checked_aad_prefix(text: str | None) -> str | None:
-    """Return an AAD prefix from the command line, unless it is empty or not UTF-8."""
+    """Return an AAD prefix from the command line; refuse an invalid one."""
     if text is not None:
         refuse_other_encoding(text, "--aad-prefix")
         if not text:
-            # A variable of the shell that is not set: it must not pass for "any prefix".
+            # Probably an unset shell variable. It must not mean "any prefix".
             raise typer.BadParameter("it is empty.", param_hint="--aad-prefix")
         from parquet_keytools.encryption.aad import prefix_bytes
         from parquet_keytools.errors import AadPrefixError
@@ -49,7 +53,7 @@ SourceArgument = Annotated[
     str, typer.Argument(metavar="SRC", help="File or folder, or its URI, such as s3://bucket/folder.")
 ]
 TargetArgument = Annotated[
-    str, typer.Argument(metavar="DST", help="File or folder to be written, or its URI. A folder mirrors SRC.")
+    str, typer.Argument(metavar="DST", help="File or folder to write, or its URI. A folder mirrors SRC.")
 ]
 SourcesArgument = Annotated[
     list[str],
@@ -60,11 +64,11 @@ PathsArgument = Annotated[
 ]
 ViewedArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folder, or its URI.")]
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
-"""The environment variable that stands for --config."""
+"""The environment variable that replaces --config."""
 
 
 def config_option(help_text: str) -> Any:
-    """Return the option `--config`; what a command needs the configuration for is in its help."""
+    """Return the option `--config`; its help says what the command needs the configuration for."""
     return typer.Option("--config", metavar="FILE", envvar=CONFIG_VARIABLE, help=help_text)
 
 
@@ -82,6 +86,9 @@ AadPrefixOption = Annotated[
         callback=checked_aad_prefix,
     ),
 ]
+PartsOption = Annotated[
+    int | None, typer.Option("--parts", metavar="N", min=1, help="The folder must have parts 0 to N-1, each once.")
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace DST, or files of the same names in the folder DST.")
 ]
@@ -89,96 +96,185 @@ SkipExistingOption = Annotated[
     bool,
     typer.Option(
         "--skip-existing",
-        help="Skip files that an earlier run has made: newer than their source, with the same columns, rows and "
-        "statistics, under the keys that are wanted now. Other files in their places are errors, unless "
-        "--overwrite replaces them.",
-    ),
-]
-ModeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mode",
-        metavar="OCTAL",
-        help="Permissions of the written files, such as 640. By default only their owner may read them.",
-        show_default=False,
+        help="Skip files that an earlier run wrote: newer than their source, with the same columns, rows and "
+        "statistics, under the same keys. Other existing files are errors, unless --overwrite replaces them.",
     ),
 ]
 JsonOption = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print JSON to standard output, and text for people to standard error.",
-        callback=answer_with_json,
+        help="Print JSON to standard output, and text to standard error.",
+        callback=set_json,
     ),
 ]
-
+VerboseOption = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        help="Print each failure. By default, equal failures are one line with a count and three examples.",
+        callback=set_verbose,
+    ),
+]
 ProcessesOption = Annotated[
     int | None,
     typer.Option(
         "--processes",
         metavar="N",
         min=1,
-        help="How many processes share the small files of a folder. By default as many as pay: one for each "
-        "processor, if there are hundreds of files.",
+        help="Number of processes that share the small files of a folder. By default one for each processor, if "
+        "there are hundreds of files.",
         show_default=False,
     ),
 ]
-
 IgnorePassedOverOption = Annotated[
     bool,
     typer.Option(
         "--ignore-passed-over",
-        help="Do not look for encrypted files whose names, or those of their folders, begin with . or _.",
+        help="Do not look for encrypted files whose names, or the names of their folders, begin with . or _.",
     ),
-]
-
-FromOption = Annotated[
-    list[str] | None,
-    typer.Option("--from", metavar="KEY", help="Move keys from this master key to the --to that follows."),
-]
-ToOption = Annotated[
-    list[str] | None, typer.Option("--to", metavar="KEY", help="The master key that replaces it.")
-]
-OtherKmsOption = Annotated[
-    Path | None,
-    typer.Option("--to-config", metavar="FILE", help="Another configuration, whose KMS re-wraps the keys."),
-]
-OnlyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--only-master-key", metavar="KEY", help="Rotate only keys that this master key wraps. Repeatable."
-    ),
-]
-OlderThanOption = Annotated[
-    str | None,
-    typer.Option(
-        "--older-than", metavar="VERSION", help="Rotate only keys under older versions of their master key."
-    ),
-]
-NewKeksOption = Annotated[
-    bool, typer.Option("--new-keks", help="Make new KEKs, after a KEK leaked. DEKs stay: see rekey.")
 ]
 FollowLinksOption = Annotated[
     bool,
     typer.Option(
         "--follow-links",
-        help="Also change files outside of the named folder, where links lead. Without, they count as failed.",
+        help="Also change files outside of the named folder that links lead to. Otherwise, they count as failed.",
     ),
 ]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Change nothing; tell what would change, and the KMS be asked for.")
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of commands that report on many files. Their callbacks tell `output`."""
+
+    as_json: JsonOption = False
+    verbose: VerboseOption = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotationOptions(ReportOptions):
+    """Options of `rotate`, here and on Spark."""
+
+    config: ConfigOption
+    table: TableOption = None
+    from_keys: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="KEY", help="Move keys from this master key to the --to that follows."),
+    ] = None
+    to_keys: Annotated[
+        list[str] | None, typer.Option("--to", metavar="KEY", help="The master key that replaces it.")
+    ] = None
+    to_config: Annotated[
+        Path | None,
+        typer.Option("--to-config", metavar="FILE", help="Another configuration, whose KMS re-wraps the keys."),
+    ] = None
+    only_master_keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only-master-key", metavar="KEY", help="Rotate only keys that this master key wraps. Repeatable."
+        ),
+    ] = None
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            "--older-than", metavar="VERSION", help="Rotate only keys under older versions of their master key."
+        ),
+    ] = None
+    new_keks: Annotated[
+        bool, typer.Option("--new-keks", help="Create new KEKs, after a KEK leaked. DEKs stay: see rekey.")
+    ] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; show what would change, and the KMS calls.")
+    ] = False
+    aad_prefix: AadPrefixOption = None
+    follow_links: FollowLinksOption = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `Keytools.rotate`, `to` apart.
+
+        Raises:
+            typer.BadParameter: --from and --to are not pairs.
+        """
+        return {
+            "moves": moves_of(self.from_keys or [], self.to_keys or []) or None,
+            "only_master_keys": self.only_master_keys or None,
+            "older_than": self.older_than,
+            "new_keks": self.new_keks,
+            "dry_run": self.dry_run,
+            "table_name": self.table,
+            "aad_prefix": self.aad_prefix,
+            "follow_links": self.follow_links,
+        }
+
+
+def with_options(group: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the fields of a dataclass to the options of a command.
+
+    The command gets them as its argument `options`, if it has this argument.
+    """
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True) | get_type_hints(group, include_extras=True)
+        parameters = list(inspect.signature(command).parameters.values())
+        own = [parameter for parameter in parameters if parameter.name != "options"]
+        shared = inspect.signature(group).parameters
+
+        def run(**given: Any) -> None:
+            options = group(**{name: given.pop(name) for name in shared})
+            if len(own) < len(parameters):
+                given["options"] = options
+            command(**given)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {name: hint for name, hint in hints.items() if name != "options"}
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+                for parameter in (*own, *shared.values())
+            ]
+        )
+        return run
+
+    return decorated
+
+
+def open_keytools(config: Path, kms_seconds: float = math.inf) -> Keytools:
+    """Load a configuration for a command that writes files.
+
+    Args:
+        config: The YAML file.
+        kms_seconds: Upper limit for the configured timeout of the KMS.
+
+    Raises:
+        ConfigurationError: It has mistakes, or its master keys would be lost when this process ends.
+    """
+    from parquet_keytools.config.loader import load_configuration
+    from parquet_keytools.configuration_check import with_short_timeout
+    from parquet_keytools.errors import ConfigurationError
+    from parquet_keytools.keytools import Keytools
+
+    keytools = Keytools(with_short_timeout(load_configuration(config), kms_seconds))
+    if getattr(keytools.kms, "has_generated_keys", False):
+        keytools.close()
+        raise ConfigurationError(
+            "the in_memory KMS makes new random master keys in each process: what one command encrypts, no "
+            "other can decrypt.",
+            file=str(config),
+            yaml_path="kms.keys",
+            hint="Use a keystore or another KMS, or for a test write the keys into the configuration.",
+        )
+    return keytools
 
 
 def moves_of(old: list[str], new: list[str]) -> dict[str, str]:
-    """Return the moves that pairs of --from and --to mean.
+    """Return the moves of pairs of --from and --to.
 
     Raises:
-        typer.BadParameter: They are no pairs.
+        typer.BadParameter: They are not pairs.
     """
     if len(old) != len(new):
         raise typer.BadParameter(
-            f"each --from needs its --to: there are {len(old)} of one and {len(new)} of the other.",
+            f"each --from needs its --to, but there are {len(old)} --from and {len(new)} --to.",
             param_hint="--from",
         )
     twice = [key for key in old if old.count(key) > 1]
@@ -188,10 +284,10 @@ def moves_of(old: list[str], new: list[str]) -> dict[str, str]:
 
 
 def location_of(text: str, name: str) -> FileLocation:
-    """Return where an argument points, whatever characters it has.
+    """Return the location that an argument names, whatever characters it has.
 
     Raises:
-        typer.BadParameter: It is a URI of a kind that nothing here opens, or no valid one; or it is not UTF-8.
+        typer.BadParameter: The text is not UTF-8, or a URI that is not valid or not supported.
     """
     from parquet_keytools.storage.locations import FileLocation
 
@@ -201,7 +297,7 @@ def location_of(text: str, name: str) -> FileLocation:
 
 
 def locations_of(texts: Sequence[str], name: str) -> FileLocation:
-    """Return what arguments name: a file or folder, or several of them, or globs.
+    """Return the location of a file or folder, or of several files, folders or globs.
 
     Raises:
         typer.BadParameter: As with `location_of`; or they lie on several file systems.
@@ -219,7 +315,7 @@ def _opened_uri(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        # Ours; it does not quote the URI, which may hold credentials. Those of Arrow do.
+        # Our own errors do not quote the URI, which may contain credentials. Arrow's errors do.
         text = str(error).removesuffix(".") if type(error) is ValueError else "not a valid URI"
         raise typer.BadParameter(f"{text}.", param_hint=name) from None
     except NotImplementedError:
@@ -229,10 +325,10 @@ def _opened_uri(name: str) -> Iterator[None]:
 
 
 def pairs_of(texts: Sequence[str] | None, name: str) -> dict[str, str]:
-    """Return what an option says that takes NAME=VALUE and is repeatable; a value may be a secret.
+    """Return the pairs of a repeatable option NAME=VALUE; errors do not quote values, which may be secret.
 
     Raises:
-        typer.BadParameter: One of them has another form.
+        typer.BadParameter: An option has another form.
     """
     found = {}
     for text in texts or ():

@@ -1,94 +1,224 @@
-"""What commands print, how far they are, and what an error means for whoever gave one: a text and an exit status.
+"""How commands print results, failures and progress, and which exit status an error has.
 
-Standard output gets the answer to what was asked for: text for people, or with `--json` a document for programs.
-Standard error gets errors, warnings and progress, and with `--json` also the text for people.
+Results go to standard output: text, or with `--json` one JSON document. Errors, warnings and progress go to
+standard error, and with `--json` the text of results, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum, IntEnum
 from typing import Any, Self
 
 import typer
 
 _STYLES = re.compile(r"(\x1b\[(?:0|1|3[1-7])m)")
-"""What `typer.style` puts around text: bold, colours, and the end of them."""
+"""The escape sequences of `typer.style`: bold, colours, and their end."""
 
 _json_wanted = ContextVar("json_wanted", default=False)
-
-MOST_SAID = 20
+_verbose = ContextVar("verbose", default=False)
 
 WIDTH_WITHOUT_TERMINAL = 160
-"""In columns; what is longer is broken, never cut."""
+"""Width of tables in columns; longer cells are wrapped, never cut."""
+
+
+def set_json(context: typer.Context, wanted: bool) -> bool:
+    """Reserve stdout for a JSON document until the command ends: the callback of `--json`."""
+    return _set(_json_wanted, context, wanted)
+
+
+def set_verbose(context: typer.Context, wanted: bool) -> bool:
+    """Print each message of a group until the command ends: the callback of `--verbose`."""
+    return _set(_verbose, context, wanted)
+
+
+def _set(variable: ContextVar[bool], context: typer.Context, wanted: bool) -> bool:
+    token = variable.set(wanted)
+    context.call_on_close(lambda: variable.reset(token))
+    return wanted
+
+
+def json_wanted() -> bool:
+    """Return whether the result is printed as JSON."""
+    return _json_wanted.get()
+
+
+def is_verbose() -> bool:
+    """Return whether each message of a group is printed."""
+    return _verbose.get()
+
+
+# --- text ---
 
 
 def say(text: str) -> None:
-    """Print an error, a warning or what happens meanwhile, to stderr."""
+    """Print an error, a warning or a remark to stderr."""
     _print(text, to_stderr=True)
 
 
 def answer(text: str) -> None:
-    """Print text that answers what the command was asked for, to stdout unless `--json` asks for a document."""
-    _print(text, to_stderr=_json_wanted.get())
+    """Print a result to stdout, or with `--json` to stderr."""
+    _print(text, to_stderr=json_wanted())
 
 
 def _print(text: str, *, to_stderr: bool) -> None:
-    # Names of files, columns and keys are anyone's: control characters in them must not steer the terminal.
+    # Anyone may have named the files, columns and keys: control characters must not reach the terminal.
     parts = _STYLES.split(text)
     parts[::2] = map(without_controls, parts[::2])
     typer.echo("".join(parts), err=to_stderr)
 
 
-def answer_with_json(context: typer.Context, wanted: bool) -> bool:
-    """Leave stdout to a document, or not, until the command ends: the callback of `--json`."""
-    token = _json_wanted.set(wanted)
-    context.call_on_close(lambda: _json_wanted.reset(token))
-    return wanted
-
-
-def say_first(texts: Sequence[str], rest: str) -> None:
-    """Print the first of many texts, as `say` does, and then that there are more.
-
-    Args:
-        texts: All of them.
-        rest: What is said of the others, with `{}` for their number.
-    """
-    for text in texts[:MOST_SAID]:
-        say(text)
-    if len(texts) > MOST_SAID:
-        say(rest.format(len(texts) - MOST_SAID))
-
-
 def without_controls(text: str) -> str:
-    """Return a text of lines with escapes for what is not printable."""
+    """Return lines of text with unprintable characters escaped."""
     return "".join(
         character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
         for character in text
     )
 
 
-def print_json(document: Any) -> None:
-    """Give programs a document."""
-    import json
+def number_of(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 file` and `1,000 files`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
-    typer.echo(json.dumps(document, indent=2))
+
+def size_text(size_bytes: float) -> str:
+    """Return a size with a unit."""
+    units = ["bytes", "kB", "MB", "GB"]
+    while size_bytes >= 1000 and len(units) > 1:
+        size_bytes /= 1000
+        units.pop(0)
+    return f"{size_bytes:,.0f} bytes" if units[0] == "bytes" else f"{size_bytes:,.1f} {units[0]}"
+
+
+# --- messages about many files ---
+
+
+_MOST_GROUPS = 20
+_MOST_EXAMPLES = 3
+
+
+@dataclass
+class _Group:
+    count: int = 0
+    texts: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+
+
+class Messages:
+    """Messages about files. Equal messages share a line, with their count and three examples.
+
+    Messages are equal if they differ only in the paths of their files. `--verbose` prints each message; without
+    it, the messages of a million files take little memory.
+
+    Args:
+        label: Begins each line.
+        show: Prints a line: `say` or `answer`.
+        noun: What the messages are about.
+    """
+
+    def __init__(self, label: str, show: Callable[[str], None] = say, noun: str = "file") -> None:
+        self._label = label
+        self._show = show
+        self._noun = noun
+        self._groups: dict[str, _Group] = {}
+
+    def __len__(self) -> int:
+        return sum(group.count for group in self._groups.values())
+
+    def add(self, path: str, text: str, *other_paths: str) -> None:
+        """Add a message.
+
+        Args:
+            path: The file that the message is about.
+            text: The message, with or without the path.
+            other_paths: Other paths that the text may contain, such as the path of the output.
+        """
+        group = self._groups.setdefault(_general(text, path, *other_paths), _Group())
+        group.count += 1
+        if len(group.texts) < (sys.maxsize if is_verbose() else _MOST_EXAMPLES):
+            group.texts.append(text if path in text else f"{path}: {text}")
+            group.paths.append(path)
+
+    def add_error(self, path: str, error: Exception, *other_paths: str) -> None:
+        """Add the message of an error."""
+        self.add(path, error_text(error), *other_paths)
+
+    def print(self) -> None:
+        """Print the messages."""
+        groups = list(self._groups.items())
+        shown = groups if is_verbose() else groups[:_MOST_GROUPS]
+        for general, group in shown:
+            if is_verbose() or group.count == 1:
+                for text in group.texts:
+                    self._show(f"{self._label}: {text}")
+            else:
+                examples = ", ".join(group.paths)
+                self._show(
+                    f"{self._label}: {number_of(group.count, self._noun)}: {general} For example: {examples}"
+                )
+        if rest := sum(group.count for _, group in groups[len(shown) :]):
+            self._show(f"{self._label}: {rest:,} more; --verbose shows all.")
+
+
+def _general(text: str, path: str, *other_paths: str) -> str:
+    """Return a message without the paths of its file."""
+    text = text.removeprefix(f"{path}: ")
+    for place in filter(None, (path, *other_paths)):
+        text = text.replace(place, "<file>")
+        name = place.rstrip("/").rpartition("/")[2]
+        if "." in name:
+            text = text.replace(name, "<file>")
+    return text if text.endswith(".") else f"{text}."
+
+
+# --- JSON ---
+
+
+def to_dict(result: Any) -> dict[str, Any]:
+    """Return the fields of a result, a dataclass. Its error becomes the fields `error` and `message`."""
+    document = {part.name: getattr(result, part.name) for part in fields(result)}
+    if "error" in document:
+        document |= error_fields(document["error"])
+    return document
+
+
+def error_fields(error: Exception | None) -> dict[str, str | None]:
+    """Return the class and the text of an error; None without an error."""
+    return {
+        "error": None if error is None else type(error).__name__,
+        "message": None if error is None else error_text(error),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        return to_dict(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def print_json(document: Any) -> None:
+    """Print a document, which may contain dataclasses and enums."""
+    typer.echo(json.dumps(document, indent=2, default=_plain))
 
 
 class FilesDocument:
-    """One document of JSON whose first field, `files`, is printed file by file: none of a million is kept.
+    """With `--json`, prints a document whose first field, `files`, is printed file by file and not kept in memory.
 
-    Used in a `with` block. If that is left by an error, the document ends with `"complete": false`, so that it is
-    still JSON; where no file had its turn, nothing is printed.
+    Use it in a `with` block. If an error ends the block, the document ends with `"complete": false` and is valid
+    JSON; before the first file, nothing is printed.
     """
 
-    def __init__(self, *, wanted: bool) -> None:
-        self._wanted = wanted
+    def __init__(self) -> None:
         self._is_begun = self._is_ended = False
 
     def __enter__(self) -> Self:
@@ -99,30 +229,25 @@ class FilesDocument:
             self.end({"complete": False})
 
     def add(self, file: Mapping[str, Any]) -> None:
-        """Print what became of a file."""
-        if self._wanted:
-            import json
-
-            _echo((",\n" if self._is_begun else '{\n  "files": [\n') + "    " + json.dumps(file))
+        """Print the result for a file."""
+        if json_wanted():
+            begin = ",\n" if self._is_begun else '{\n  "files": [\n'
+            typer.echo(f"{begin}    {json.dumps(file, default=_plain)}", nl=False)
             self._is_begun = True
 
-    def end(self, fields: Mapping[str, Any]) -> None:
+    def end(self, summary: Mapping[str, Any]) -> None:
         """Print the other fields."""
-        if self._wanted and not self._is_ended:
-            import json
-
-            begin = "\n  ],\n" if self._is_begun else '{\n  "files": [],\n'
-            # Without the brace that opens it.
-            _echo(begin + json.dumps(fields, indent=2)[2:] + "\n")
+        if json_wanted():
+            begin = "\n  ]," if self._is_begun else '{\n  "files": [],'
+            typer.echo(begin + json.dumps(summary, indent=2, default=_plain).removeprefix("{"))
         self._is_ended = True
 
 
-def _echo(text: str) -> None:
-    typer.echo(text, nl=False)
+# --- tables and trees ---
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str | None]]) -> None:
-    """Print a table that answers what the command was asked for, where `answer` prints text."""
+    """Print a table as a result."""
     from rich import box
     from rich.console import Console
     from rich.table import Column, Table
@@ -132,29 +257,55 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     table = Table(*columns, title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*(Text(without_controls(cell or "")) for cell in row))
-    console = Console(stderr=_json_wanted.get())
+    console = Console(stderr=json_wanted())
     console.print(table, width=None if console.is_terminal else WIDTH_WITHOUT_TERMINAL)
 
 
-def number_of(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 file` and `1,000 files`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+_LEAST_WIDTH = 40
+"""Least width of the text in a tree, even if the terminal is narrower."""
+
+Style = Callable[[str], str]
 
 
-def size_text(size_bytes: float) -> str:
-    """Return a size as people read it."""
-    units = ["bytes", "kB", "MB", "GB"]
-    while size_bytes >= 1000 and len(units) > 1:
-        size_bytes /= 1000
-        units.pop(0)
-    return f"{size_bytes:,.0f} bytes" if units[0] == "bytes" else f"{size_bytes:,.1f} {units[0]}"
+@dataclass
+class Branch:
+    """A tree of lines."""
+
+    text: str
+    style: Style = str
+    children: list[Branch] = field(default_factory=list)
+
+    def add(self, text: str, style: Style = str) -> Branch:
+        """Add a child, and return it."""
+        branch = Branch(text, style)
+        self.children.append(branch)
+        return branch
+
+    def lines(self, width: int | None, first: str = "", rest: str = "") -> Iterator[str]:
+        """Yield the lines of the tree; with a width, longer lines are wrapped within their branch."""
+        indent = f"{rest}{'│   ' if self.children else '    '}"
+        lines = [self.text]
+        if width is not None:
+            room = max(_LEAST_WIDTH, width - len(indent))
+            lines = textwrap.wrap(self.text, room, break_on_hyphens=False) or lines
+        yield f"{first}{self.style(lines[0])}"
+        for line in lines[1:]:
+            yield f"{indent}{self.style(line)}"
+        for child in self.children:
+            begin, beside = ("└─ ", "   ") if child is self.children[-1] else ("├─ ", "│  ")
+            yield from child.lines(width, f"{rest}{begin}", f"{rest}{beside}")
 
 
-# --- how a command ends ---
+def terminal_width() -> int | None:
+    """Return the width of the terminal; None if stdout is not a terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+# --- exit status ---
 
 
 class ExitStatus(IntEnum):
-    """The exit statuses; those above 128 are what shells say of a process that a signal has ended."""
+    """The exit statuses. Shells use statuses above 128 for processes that a signal ended."""
 
     DONE = 0
     NO = 1
@@ -174,7 +325,7 @@ def status_of(error: Exception) -> ExitStatus:
             return ExitStatus.WRONG_USAGE
         case errors.KmsError():
             return ExitStatus.KMS_FAILED
-        # What is wrong with a file is the same whether the file was named or found in a folder.
+        # The same status for a file that was named and for a file in a folder.
         case errors.ParquetFormatError() | errors.DecryptionError() | errors.TableMismatchError():
             return ExitStatus.NO
         case errors.IncompleteDataSetError() | errors.ReusedKeysError() | errors.WorkerProcessEndedError():
@@ -185,84 +336,69 @@ def status_of(error: Exception) -> ExitStatus:
             return ExitStatus.WRONG_USAGE
 
 
+def status_of_all(errors: Sequence[Exception]) -> ExitStatus:
+    """Return the exit status if files failed: of the KMS or of credentials only if nothing else failed."""
+    from parquet_keytools.errors import KmsConfigurationError
+
+    if errors and all(isinstance(error, KmsConfigurationError) for error in errors):
+        return ExitStatus.WRONG_USAGE
+    if errors and all(status_of(error) is ExitStatus.KMS_FAILED for error in errors):
+        return ExitStatus.KMS_FAILED
+    return ExitStatus.NO
+
+
 def error_text(error: Exception) -> str:
-    """Return the one text that says what happened."""
+    """Return the text of an error."""
     if isinstance(error, OSError) and error.strerror:
         place = "" if error.filename is None else f"{error.filename}: "
         return f"{place}{error.strerror.removesuffix('.')}."
     if isinstance(error, UnicodeEncodeError):
-        # Bytes of an argument or a file name that are not UTF-8 are kept by Python as lone surrogates.
+        # Python keeps bytes that are not UTF-8, in arguments and file names, as lone surrogates.
         return f"{error.object.encode(errors='backslashreplace').decode()}: this name or text is not valid UTF-8."
     return str(error) or type(error).__name__
 
 
-def status_of_all(errors: Iterable[Exception]) -> ExitStatus:
-    """Return the exit status where some files failed: that of the KMS if it alone is at fault."""
-    kms_failed = all(status_of(error) is ExitStatus.KMS_FAILED for error in errors)
-    return ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO
-
-
-def failure_text(path: str, error: Exception) -> str:
-    """Return what failed, and why."""
-    text = error_text(error)
-    return text if path in text else f"{path}: {text}"
-
-
-def error_fields(error: Exception | None) -> dict[str, str | None]:
-    """Return class and text of an error, if there is one."""
-    return {
-        "error": None if error is None else type(error).__name__,
-        "message": None if error is None else error_text(error),
-    }
-
-
-# --- how far it is ---
+# --- progress ---
 
 
 @dataclass
-class ByteProgress:
-    """How far the work is.
+class ProgressBar:
+    """A progress bar; any thread may advance it.
 
     Attributes:
-        advance: Takes the number of bytes that were done since; may be called by any thread.
-        move_to: Takes the number of bytes that are done in all.
+        advance: Takes the number of bytes or files that were finished since the last call.
+        move_to: Takes the number of bytes or files that are finished in total.
     """
 
     advance: Callable[[int], None]
     move_to: Callable[[int], None]
 
-
-@contextlib.contextmanager
-def progress_bar(total_bytes: int, *, wanted: bool = True) -> Iterator[ByteProgress]:
-    """Show a progress bar on stderr while the block runs, if people are looking."""
-    if not (wanted and sys.stderr.isatty()):
-        yield ByteProgress(lambda _: None, lambda _: None)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total_bytes)
-        yield ByteProgress(
-            lambda size_bytes: progress.advance(task, size_bytes),
-            lambda size_bytes: progress.update(task, completed=size_bytes),
-        )
+    def count(self, _: object) -> None:
+        """Count a file."""
+        self.advance(1)
 
 
 @contextlib.contextmanager
-def file_counter(*, wanted: bool = True) -> Iterator[Callable[[object], None]]:
-    """Show on stderr how many files are done while the block runs, if people are looking.
+def progress_bar(total_bytes: int | None = None) -> Iterator[ProgressBar]:
+    """Show a progress bar while the block runs, if stderr is a terminal.
 
-    How many there are in all is not known while they are looked for. Call what it yields after each file.
+    Args:
+        total_bytes: Length of all files together; None to count files, whose number is unknown.
     """
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda _: None
+    if not sys.stderr.isatty():
+        yield ProgressBar(lambda _: None, lambda _: None)
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(), TextColumn("{task.completed:.0f} files"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda _: progress.advance(task)
+    columns: list[progress.ProgressColumn] = [progress.BarColumn()]
+    if total_bytes is None:
+        columns += [progress.TextColumn("{task.completed:.0f} files"), progress.TimeElapsedColumn()]
+    else:
+        columns += [progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeRemainingColumn()]
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total_bytes)
+        yield ProgressBar(
+            lambda amount: bar.advance(task, amount),
+            lambda amount: bar.update(task, completed=amount),
+        )

@@ -1,168 +1,226 @@
-"""`parquet-keytools rotate`, and rotations as people and programs read them."""
+"""`parquet-keytools rotate` and `rekey --in-place`: changes of keys in place, and their results."""
 
-# Nothing slow is imported here: `--help` has to answer at once.
+# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from parquet_keytools.cli.options import (
-    AadPrefixOption,
-    ConfigOption,
-    DryRunOption,
-    FollowLinksOption,
-    FromOption,
-    JsonOption,
-    NewKeksOption,
-    OlderThanOption,
-    OnlyOption,
-    OtherKmsOption,
-    PathsArgument,
-    TableOption,
-    ToOption,
-    locations_of,
-    moves_of,
-)
+from parquet_keytools.cli.options import PathsArgument, RotationOptions, locations_of, open_keytools, with_options
 from parquet_keytools.cli.output import (
-    ExitStatus,
     FilesDocument,
+    Messages,
     answer,
-    error_fields,
     error_text,
-    failure_text,
-    file_counter,
     number_of,
     print_table,
+    progress_bar,
     say,
-    say_first,
     size_text,
     status_of_all,
+    to_dict,
 )
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
-    from parquet_keytools.rotation.report import FileRotation, KeyChange, KmsCalls, RotationOutcome, RotationReport
+    from parquet_keytools.rotation.report import FileRotation, KmsCalls, RotationOutcome, RotationReport
     from parquet_keytools.storage.locations import FileLocation
 
+_MOST_SHARED_SHOWN = 5
 
-def rotate_command(
-    paths: PathsArgument,
-    config: ConfigOption,
-    table: TableOption = None,
-    from_keys: FromOption = None,
-    to_keys: ToOption = None,
-    to_config: OtherKmsOption = None,
-    only_master_keys: OnlyOption = None,
-    older_than: OlderThanOption = None,
-    new_keks: NewKeksOption = False,
-    dry_run: DryRunOption = False,
-    aad_prefix: AadPrefixOption = None,
-    follow_links: FollowLinksOption = False,
-    as_json: JsonOption = False,
-) -> None:
+
+@with_options(RotationOptions)
+def rotate_command(paths: PathsArgument, options: RotationOptions) -> None:
     """Re-wrap the keys of files; their data stays as it is.
 
     The keys are re-wrapped under the current version of their master keys, or under other master keys. After an
-    interrupted run, give the same command again.
+    interrupted run, repeat the command.
     """
-    moves = moves_of(from_keys or [], to_keys or [])
-
-    from parquet_keytools.cli.file_work import open_keytools
-
+    arguments = options.arguments()
     location = locations_of(paths, "PATH")
     with contextlib.ExitStack() as stack:
-        keytools = stack.enter_context(open_keytools(config))
-        if table is not None:
-            keytools.configuration.select_table(table)
-        options: dict[str, Any] = {
-            "moves": moves or None,
-            "only_master_keys": only_master_keys or None,
-            "older_than": older_than,
-            "new_keks": new_keks,
-            "dry_run": dry_run,
-            "to": stack.enter_context(open_keytools(to_config)) if to_config is not None else None,
-            "table_name": table,
-            "aad_prefix": aad_prefix,
-            "follow_links": follow_links,
-        }
-        _rotate(keytools, location, options, as_json=as_json)
-
-
-def _rotate(keytools: Keytools, location: FileLocation, options: dict[str, Any], *, as_json: bool) -> None:
-    tally = RotationTally()
-    again = "Give the same command again."
-    with FilesDocument(wanted=as_json) as document:
-        with file_counter() as count, saying_what_was_done(again) as done:
+        keytools = stack.enter_context(open_keytools(options.config))
+        if options.table is not None:
+            keytools.configuration.select_table(options.table)
+        if options.to_config is not None:
+            arguments["to"] = stack.enter_context(open_keytools(options.to_config))
+        with progress_bar() as progress, _Run("Repeat the command.") as run:
 
             def on_file(file: FileRotation) -> None:
-                count(file)
-                done[file.outcome] += 1
-                tally.add(file)
-                if as_json:
-                    document.add(rotation_document(file))
+                progress.count(file)
+                run.add(file)
 
-            report = keytools.rotate(location, keep_results=False, on_file=on_file, **options)
-        document.end(tally.document(report))
-    tally.tell(report)
-    exit_with(report)
+            report = keytools.rotate(location, keep_results=False, on_file=on_file, **arguments)
+            run.end(report, is_rotation=True)
+    run.show_rotation(report)
+    _exit_with(report)
 
 
-# --- what became of files ---
+def rekey_in_place(keytools: Keytools, location: FileLocation, **arguments: Any) -> None:
+    """Replace files one by one, and report each; `arguments` are arguments of `Keytools.rekey_in_place`."""
+    is_folder = location.is_folder()
+    size_bytes = None if is_folder else location.info().size or 0
+    again = "Repeat the command: it starts with the first file."
+    with progress_bar(size_bytes) as progress, _Run(again) as run:
+
+        def on_file(file: FileRotation) -> None:
+            if is_folder:
+                progress.count(file)
+            run.add(file)
+
+        report = keytools.rekey_in_place(
+            location,
+            keep_results=False,
+            on_file=on_file,
+            on_progress=None if is_folder else progress.advance,
+            **arguments,
+        )
+        run.end(report, is_rotation=False)
+    run.show_rekeying(report)
+    _exit_with(report)
 
 
-MOST_SHARED_SHOWN = 5
+def _exit_with(report: RotationReport) -> None:
+    """End the command with the status of its failures.
+
+    Raises:
+        typer.Exit: Some files failed or were not processed.
+    """
+    if not report.succeeded:
+        errors: list[Exception] = [file.error for file in report.failures if file.error is not None]
+        raise typer.Exit(status_of_all(errors + ([report.stopped_by] if report.stopped_by else [])))
 
 
-def rotation_document(file: FileRotation) -> dict[str, Any]:
-    """Return what became of a file as a document of JSON."""
-    return {
-        "path": file.path,
-        "outcome": file.outcome.value,
-        "keys": [asdict(change) for change in file.keys],
-        "how": file.how,
-        "bytes_written": file.bytes_written,
-        "bytes_copied": file.bytes_copied,
-        **error_fields(file.error),
-    }
+@dataclass
+class _Change:
+    keys: int = 0
+    files: int = 0
 
 
-def rekeyed_document(file: FileRotation) -> dict[str, Any]:
-    """Return what became of a file with new data keys as a document of JSON."""
-    return {
-        "path": file.path,
-        "outcome": file.outcome.value,
-        "old_size_bytes": file.old_size_bytes,
-        "new_size_bytes": file.new_size_bytes,
-        **error_fields(file.error),
-    }
+@dataclass
+class _Run:
+    """The results of a run, counted file by file.
+
+    If Ctrl-C or SIGTERM ends its `with` block, the files that were processed are reported.
+
+    Attributes:
+        again: How to continue an interrupted run.
+    """
+
+    again: str
+    started: float = field(default_factory=time.monotonic)
+    document: FilesDocument = field(default_factory=FilesDocument)
+    outcomes: Counter[RotationOutcome] = field(default_factory=Counter)
+    changes: dict[tuple[str, str, str | None, str | None], _Change] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def __enter__(self) -> _Run:
+        self.document.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self.document.__exit__(kind, error, trace)
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self.outcomes:
+            say(f"Before this: {_files_text(self.outcomes)}. {self.again}")
+
+    def add(self, file: FileRotation) -> None:
+        """Count a file."""
+        from parquet_keytools.rotation.report import RotationOutcome
+
+        self.outcomes[file.outcome] += 1
+        for change in file.keys:
+            names = change.master_key_id, change.new_master_key_id, change.version, change.new_version
+            counted = self.changes.setdefault(names, _Change())
+            counted.keys += change.keys
+            counted.files += 1
+        if file.outcome is RotationOutcome.NOTHING_TO_ROTATE:
+            self.reasons[file.how] += 1
+        self.document.add(to_dict(file))
+
+    def end(self, report: RotationReport, *, is_rotation: bool) -> None:
+        """Complete the JSON document."""
+        summary: dict[str, Any] = {
+            "complete": report.stopped_by is None,
+            "dry_run": report.dry_run,
+            "counts": {outcome.value: number for outcome, number in report.counts.items()},
+            "bytes_written": report.bytes_written,
+            "left_behind": report.left_behind,
+            "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
+        }
+        if is_rotation:
+            fields = "master_key_id", "new_master_key_id", "version", "new_version"
+            summary |= {
+                "keys": [
+                    {**dict(zip(fields, names, strict=True)), "keys": change.keys, "files": change.files}
+                    for names, change in self._sorted()
+                ],
+                "bytes_copied": report.bytes_copied,
+                "kms_calls": report.kms_calls,
+                "expected_kms_calls": report.expected_kms_calls if report.dry_run else None,
+                "shared_keys": report.shared_keys,
+            }
+        self.document.end(summary)
+
+    def show_rekeying(self, report: RotationReport) -> None:
+        """Print the summary of new data keys."""
+        _say_failures(report)
+        written = size_text(report.bytes_written)
+        answer(f"{_files_text(report.counts)}; {written} written in {time.monotonic() - self.started:.1f} s.")
+        _say_stopped(report)
+
+    def show_rotation(self, report: RotationReport) -> None:
+        """Print the summary of a rotation."""
+        from parquet_keytools.files.opened_file import REMEDY
+
+        if self.changes:
+            rows = [
+                (old, version or "?", "" if new == old else new, new_version or "?", f"{n.keys:,}", f"{n.files:,}")
+                for (old, new, version, new_version), n in self._sorted()
+            ]
+            title = "What would change" if report.dry_run else "What changed"
+            headings = ["master key", "version", "new master key", "new version", "keys", "files"]
+            print_table(title, headings, rows)
+        _say_failures(report)
+        if report.shared_keys:
+            shown = "; ".join(report.shared_keys[:_MOST_SHARED_SHOWN])
+            more = "; and more" if len(report.shared_keys) > _MOST_SHARED_SHOWN else ""
+            say(
+                f"Warning: these share data keys and file unique, and readers refuse them: {shown}{more}. {REMEDY}"
+            )
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.reasons.most_common())
+        why = f" ({reasons})" if reasons else ""
+        answer(f"{_files_text(report.counts)}{why} in {time.monotonic() - self.started:.1f} s.")
+        if report.dry_run:
+            calls = _calls_text(report.expected_kms_calls)
+            answer(f"Nothing was changed. The rotation would ask the KMS {calls}.")
+        else:
+            written, copied = size_text(report.bytes_written), size_text(report.bytes_copied)
+            answer(f"{written} written, {copied} copied by the operating system or the store.")
+            answer(f"The KMS was asked {_calls_text(report.kms_calls)}.")
+        _say_stopped(report)
+
+    def _sorted(self) -> list[tuple[tuple[str, str, str | None, str | None], _Change]]:
+        return sorted(self.changes.items(), key=lambda item: tuple(name or "" for name in item[0]))
 
 
-def rekeyed_summary(report: RotationReport) -> dict[str, Any]:
-    """Return the summary of files with new data keys as a document of JSON."""
-    return {
-        "complete": report.stopped_by is None,
-        "counts": {outcome.value: number for outcome, number in report.counts.items()},
-        "bytes_written": report.bytes_written,
-        "left_behind": report.left_behind,
-        "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
-    }
+def _say_failures(report: RotationReport) -> None:
+    """Print which files failed, and what could not be removed from a store."""
+    failed = Messages("Failed")
+    for file in report.failures:
+        if file.error is not None:
+            failed.add_error(file.path, file.error)
+    failed.print()
+    for text in report.left_behind:
+        say(f"Left behind: {text}.")
 
 
-def say_failures(report: RotationReport) -> None:
-    """Tell which files failed, and what stays in a store because it could not be removed, or looked for."""
-    failures = [failure_text(file.path, file.error) for file in report.failures if file.error is not None]
-    say_first([f"Failed: {text}" for text in failures], "Failed: {} more; --json lists all.")
-    say_first([f"Left behind: {text}." for text in report.left_behind], "Left behind: more; --json lists it.")
-
-
-def say_stopped(report: RotationReport) -> None:
-    """Tell why a run ended before all files were processed; what a failed file said is not said again."""
+def _say_stopped(report: RotationReport) -> None:
+    """Print why a run ended early, unless the message of a failed file says so."""
     if report.stopped_by is None:
         return
     why = error_text(report.stopped_by)
@@ -171,130 +229,7 @@ def say_stopped(report: RotationReport) -> None:
     say(f"Stopped: {why}")
 
 
-@contextlib.contextmanager
-def saying_what_was_done(again: str) -> Iterator[Counter[RotationOutcome]]:
-    """Yield counts of files by outcome, and print them if Ctrl-C or SIGTERM ends the block.
-
-    Args:
-        again: How the run is continued.
-    """
-    done: Counter[RotationOutcome] = Counter()
-    try:
-        yield done
-    except KeyboardInterrupt:
-        if done:
-            say(f"Before this: {files_text(done)}. {again}")
-        raise
-
-
-def exit_with(report: RotationReport) -> None:
-    """End the command as a rotation ended: with the KMS's status where it alone is at fault, or credentials.
-
-    Raises:
-        typer.Exit: Some files were not rotated.
-    """
-    from parquet_keytools.errors import KmsConfigurationError
-
-    if not report.succeeded:
-        errors: list[Exception] = [file.error for file in report.failures if file.error is not None]
-        if report.stopped_by is not None:
-            errors.append(report.stopped_by)
-        if errors and all(isinstance(error, KmsConfigurationError) for error in errors):
-            raise typer.Exit(ExitStatus.WRONG_USAGE)
-        raise typer.Exit(status_of_all(errors))
-
-
-class RotationTally:
-    """Counts what a rotation does to files, one by one."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._changes: Counter[tuple[str, str, str | None, str | None]] = Counter()
-        self._files: Counter[tuple[str, str, str | None, str | None]] = Counter()
-        self._reasons: Counter[str] = Counter()
-
-    def add(self, file: FileRotation) -> None:
-        """Count a file."""
-        from parquet_keytools.rotation.report import RotationOutcome
-
-        for change in file.keys:
-            self._changes[_names(change)] += change.keys
-            self._files[_names(change)] += 1
-        if file.outcome is RotationOutcome.NOTHING_TO_ROTATE:
-            self._reasons[file.how] += 1
-
-    def document(self, report: RotationReport) -> dict[str, Any]:
-        """Return the summary as a document of JSON."""
-        from parquet_keytools.rotation.report import KeyChange
-
-        return {
-            "complete": report.stopped_by is None,
-            "dry_run": report.dry_run,
-            "counts": {outcome.value: number for outcome, number in report.counts.items()},
-            "keys": [
-                {**asdict(KeyChange(*names, self._changes[names])), "files": self._files[names]}
-                for names in self._sorted()
-            ],
-            "bytes_written": report.bytes_written,
-            "bytes_copied": report.bytes_copied,
-            "kms_calls": asdict(report.kms_calls),
-            "expected_kms_calls": asdict(report.expected_kms_calls) if report.dry_run else None,
-            "shared_keys": report.shared_keys,
-            "left_behind": report.left_behind,
-            "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
-        }
-
-    def tell(self, report: RotationReport) -> None:
-        """Tell people the summary."""
-        from parquet_keytools.files.opened_file import REMEDY
-
-        if self._changes:
-            self._show_keys(report)
-        say_failures(report)
-        if report.shared_keys:
-            shown = "; ".join(report.shared_keys[:MOST_SHARED_SHOWN])
-            more = "; and more" if len(report.shared_keys) > MOST_SHARED_SHOWN else ""
-            say(
-                f"Warning: these share data keys and file unique, and readers refuse them: {shown}{more}. {REMEDY}"
-            )
-        answer(f"{files_text(report.counts)}{self._reasons_text()} in {time.monotonic() - self._started:.1f} s.")
-        if report.dry_run:
-            answer(
-                f"Nothing was changed. The rotation would ask the KMS {_calls_text(report.expected_kms_calls)}."
-            )
-        else:
-            written, copied = size_text(report.bytes_written), size_text(report.bytes_copied)
-            answer(f"{written} written, {copied} copied by the operating system or the store.")
-            answer(f"The KMS was asked {_calls_text(report.kms_calls)}.")
-        say_stopped(report)
-
-    def _sorted(self) -> list[tuple[str, str, str | None, str | None]]:
-        return sorted(self._changes, key=lambda names: tuple(name or "" for name in names))
-
-    def _show_keys(self, report: RotationReport) -> None:
-        rows = []
-        for names in self._sorted():
-            old, new, version, new_version = names
-            moved_to = "" if new == old else new
-            numbers = f"{self._changes[names]:,}", f"{self._files[names]:,}"
-            rows.append((old, version or "?", moved_to, new_version or "?", *numbers))
-        title = "What would change" if report.dry_run else "What changed"
-        headings = ["master key", "version", "new master key", "new version", "keys", "files"]
-        print_table(title, headings, rows)
-
-    def _reasons_text(self) -> str:
-        if not self._reasons:
-            return ""
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in self._reasons.most_common())
-        return f" ({reasons})"
-
-
-def _names(change: KeyChange) -> tuple[str, str, str | None, str | None]:
-    return change.master_key_id, change.new_master_key_id, change.version, change.new_version
-
-
-def files_text(counts: Counter[RotationOutcome]) -> str:
-    """Return how many files had each outcome."""
+def _files_text(counts: Counter[RotationOutcome]) -> str:
     from parquet_keytools.rotation.report import RotationOutcome
 
     total = sum(counts.values())
@@ -305,8 +240,8 @@ def files_text(counts: Counter[RotationOutcome]) -> str:
 
 
 def _calls_text(calls: KmsCalls) -> str:
-    """Return for how many keys a KMS was asked; it takes many at a time where it can."""
-    numbers = {name: number for name, number in asdict(calls).items() if number}
+    """Return for how many keys the KMS was called, by operation."""
+    numbers = {name: number for name, number in to_dict(calls).items() if number}
     if not numbers:
         return "nothing"
     return "to " + ", ".join(f"{name} {number:,}" for name, number in numbers.items()) + " keys"

@@ -1,18 +1,26 @@
-"""`parquet-keytools serve` and `mount`: files as plain Parquet."""
+"""`parquet-keytools serve` and `mount`: encrypted files as plain Parquet."""
 
-# Nothing slow is imported here: `--help` has to answer at once.
+# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parquet_keytools.cli.options import ConfigOption, JsonOption, TableOption, ViewedArgument, location_of
+from parquet_keytools.cli.options import (
+    ConfigOption,
+    JsonOption,
+    TableOption,
+    ViewedArgument,
+    location_of,
+    open_keytools,
+)
 from parquet_keytools.cli.output import answer, print_json, say
 
 if TYPE_CHECKING:
@@ -23,18 +31,16 @@ if TYPE_CHECKING:
     from parquet_keytools.serve.view_server import ViewServer
 
 PortOption = Annotated[
-    int, typer.Option("--port", metavar="N", min=0, max=65535, help="The port; 0 is a free one.")
+    int, typer.Option("--port", metavar="N", min=0, max=65535, help="The port; 0 selects a free port.")
 ]
-S3Option = Annotated[
-    bool, typer.Option("--s3", help="Answer as S3, too, with credentials that are made for this run.")
-]
+S3Option = Annotated[bool, typer.Option("--s3", help="Serve S3, too, with credentials for this run.")]
 AddressOption = Annotated[
     str,
     typer.Option(
         "--address",
         metavar="IP",
-        help="Where to listen. Any other than a loopback address lets other machines connect: whoever has the URL "
-        "or the credentials then reads decrypted columns from there. It needs TLS.",
+        help="The address to listen on. Other machines can connect to an address that is not a loopback address: "
+        "anyone with the URL or the credentials can then read decrypted columns. Such an address needs TLS.",
     ),
 ]
 CertificateOption = Annotated[
@@ -48,12 +54,12 @@ HostNameOption = Annotated[
     typer.Option(
         "--host-name",
         metavar="NAME",
-        help="What clients call this server, as its certificate does. May be repeated; the first is in the URL.",
+        help="The name of this server for clients, as in its certificate. Repeatable; the URL has the first.",
     ),
 ]
 AccessLogOption = Annotated[
     Path | None,
-    typer.Option("--access-log", metavar="FILE", help="Append a line of JSON for each request: what was served."),
+    typer.Option("--access-log", metavar="FILE", help="Append a line of JSON for each request."),
 ]
 
 
@@ -72,10 +78,10 @@ def serve_command(
 ) -> None:
     """Serve encrypted files as plain Parquet over HTTP, and with --s3 as S3, until Ctrl-C.
 
-    Files are decrypted range by range as they are read, with the columns that you may have; nothing can be
-    written. The URL and the credentials are random and for this run; whoever has them reads what you may read.
+    Files are decrypted range by range as they are read, with the columns that you may read; nothing can be
+    written. The URL and the credentials are random and valid for this run; anyone who has them reads what you may
+    read.
     """
-    from parquet_keytools.cli.file_work import open_keytools
     from parquet_keytools.serve.view_server import ViewServer
 
     names = host_name or []
@@ -90,13 +96,11 @@ def serve_command(
                 _introduce(server, first, as_json=as_json)
                 _wait()
         except KeyboardInterrupt:
-            # Ctrl-C or SIGTERM: there is no other end.
+            # Ctrl-C or SIGTERM is the usual end.
             say("Stopped.")
 
 
 def _wait() -> None:
-    import threading
-
     threading.Event().wait()
 
 
@@ -111,11 +115,11 @@ def _tls(address: str, certificate: Path | None, key: Path | None, names: list[s
     if (certificate is None) != (key is None):
         raise typer.BadParameter("--tls-certificate and --tls-key go together.")
     if ip.is_unspecified and not names:
-        raise typer.BadParameter("say with --host-name what clients call this server.", param_hint="--address")
+        raise typer.BadParameter("give the name that clients use with --host-name.", param_hint="--address")
     if certificate is None or key is None:
         if not ip.is_loopback:
             raise typer.BadParameter(
-                "other machines can connect there, and would get decrypted data without encryption; give "
+                "other machines can connect to it, and decrypted data would be sent without encryption; give "
                 "--tls-certificate and --tls-key.",
                 param_hint="--address",
             )
@@ -125,11 +129,11 @@ def _tls(address: str, certificate: Path | None, key: Path | None, names: list[s
     for file in (certificate, key):
         file.open("rb").close()
     try:
-        # A passphrase is not asked for: that would wait for a terminal.
+        # With an empty passphrase, OpenSSL does not prompt for one.
         context.load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         raise typer.BadParameter(
-            f"these are no certificate and key that fit together, or the key has a passphrase ({error.reason}).",
+            f"the certificate and the key do not match, or the key has a passphrase ({error.reason}).",
             param_hint="--tls-certificate",
         ) from None
     return context
@@ -142,7 +146,7 @@ def _logging_to(file: Path | None) -> Iterator[None]:
     logger = logging.getLogger(LOGGER_NAME)
     handler: logging.Handler = _Refusals(logging.WARNING)
     if file is not None:
-        # What was read by whom is for its owner alone.
+        # Only its owner may see who read what.
         file.touch(mode=0o600, exist_ok=True)
         handler = logging.FileHandler(file, encoding="utf-8")
         handler.setFormatter(AccessFormatter())
@@ -159,10 +163,9 @@ def _logging_to(file: Path | None) -> Iterator[None]:
 
 
 class _Refusals(logging.Handler):
-    """Prints what was refused."""
+    """Prints refused requests."""
 
     def emit(self, record: logging.LogRecord) -> None:
-
         say(f"Refused: {record.getMessage()}")
 
 
@@ -178,10 +181,10 @@ def _introduce(server: ViewServer, first: str, *, as_json: bool) -> None:
             "access_key_id": pair.access_key_id,
             "secret_access_key": pair.secret.reveal().decode(),
         }
-        # Nothing of it goes to stderr, which logs keep.
+        # Not to stderr, which often goes to logs.
         print_json({"url": server.url, "s3": s3})
         return
-    answer("Serving until Ctrl-C. Whoever has this URL, or the credentials, reads what you may read.\n")
+    answer("Serving until Ctrl-C. Anyone with this URL, or the credentials, reads what you may read.\n")
     answer(f"URL         {server.url}")
     for engine, line in http_lines(server.url, first).items():
         answer(f"{engine:<11} {line}")
@@ -193,15 +196,15 @@ def _introduce(server: ViewServer, first: str, *, as_json: bool) -> None:
 
 
 KMS_SECONDS = 15.0
-"""Engines wait about half a minute for an answer, and then do not see why there is none."""
+"""Timeout of the KMS. Engines wait about half a minute for a response, and would not see the reason."""
 
 
 def viewed_tree(keytools: Keytools, path: str, table: str | None) -> tuple[ServedTree, str]:
-    """Return a tree, and the key of its first file.
+    """Return the tree of a file or folder, and the key of its first file.
 
     Raises:
-        FileNotFoundError: There is no such file or folder.
-        NoParquetFilesError: It has no files.
+        FileNotFoundError: The path does not exist.
+        NoParquetFilesError: The folder has no files.
     """
     from parquet_keytools.errors import NoParquetFilesError
     from parquet_keytools.serve.served_tree import ServedTree
@@ -231,10 +234,9 @@ def mount_command(
 ) -> None:
     """Mount encrypted files as a folder of plain Parquet files, until Ctrl-C or `umount`.
 
-    Files are decrypted range by range as they are read, with the columns that you may have. Only you see them, and
-    nothing can be written. Needs the extra `fuse`, libfuse, and a machine that allows mounts.
+    Files are decrypted range by range as they are read, with the columns that you may read. Only you can see them,
+    and nothing can be written. Needs the extra `fuse`, libfuse, and a machine that allows mounts.
     """
-    from parquet_keytools.cli.file_work import open_keytools
     from parquet_keytools.serve.fuse_mount import mount
 
     if next(folder.iterdir(), None) is not None:

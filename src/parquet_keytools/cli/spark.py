@@ -1,13 +1,15 @@
 """`parquet-keytools spark encrypt|decrypt|rotate|rekey|verify|keys`."""
 
-# Nothing slow is imported here: `--help` has to answer at once.
+# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,25 +18,27 @@ import typer
 from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
-    DryRunOption,
     FollowLinksOption,
-    FromOption,
     IgnorePassedOverOption,
-    JsonOption,
-    NewKeksOption,
-    OlderThanOption,
-    OnlyOption,
-    OtherKmsOption,
     OverwriteOption,
+    PartsOption,
+    ReportOptions,
+    RotationOptions,
     SkipExistingOption,
     SourceArgument,
     TableOption,
     TargetArgument,
-    ToOption,
-    moves_of,
     pairs_of,
+    with_options,
 )
-from parquet_keytools.cli.output import ExitStatus, FilesDocument, answer, print_table, say
+from parquet_keytools.cli.output import (
+    ExitStatus,
+    FilesDocument,
+    Messages,
+    answer,
+    json_wanted,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -42,260 +46,159 @@ if TYPE_CHECKING:
     from parquet_keytools.spark.pipelines import PipelineReport
 
 app = typer.Typer(
-    name="spark", help="Work on whole data sets as jobs of Spark.", no_args_is_help=True, rich_markup_mode=None
+    name="spark", help="Process whole data sets as Spark jobs.", no_args_is_help=True, rich_markup_mode=None
 )
 
 PathArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="File or folder, or its URI, the same on every node.")
 ]
-MasterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--master",
-        metavar="URL",
-        help="Spark's master, such as spark://host:7077, yarn or local[4]. "
-        "Default: that of spark-submit or Spark's own settings, else all cores of this machine.",
-    ),
-]
-SettingOption = Annotated[
-    list[str] | None, typer.Option("--conf", metavar="NAME=VALUE", help="A Spark setting. Repeatable.")
-]
-TasksOption = Annotated[
-    int | None, typer.Option("--max-tasks", metavar="N", min=1, help="Maximum number of tasks.")
-]
-FileOnNodesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--file-on-nodes", metavar="FILE", help="The path of the YAML file on every node, instead of sending it."
-    ),
-]
 
-_MOST_SHOWN = 20
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions(ReportOptions):
+    """Options of all commands."""
+
+    config: ConfigOption
+    table: TableOption = None
+    master: Annotated[
+        str | None,
+        typer.Option(
+            "--master",
+            metavar="URL",
+            help="Spark's master, such as spark://host:7077, yarn or local[4]. "
+            "Default: the master of spark-submit or of Spark's own settings, else all cores of this machine.",
+        ),
+    ] = None
+    conf: Annotated[
+        list[str] | None, typer.Option("--conf", metavar="NAME=VALUE", help="A Spark setting. Repeatable.")
+    ] = None
+    max_tasks: Annotated[
+        int | None, typer.Option("--max-tasks", metavar="N", min=1, help="Maximum number of tasks.")
+    ] = None
+    file_on_nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--file-on-nodes",
+            metavar="FILE",
+            help="The path of the YAML file on every node, instead of sending it.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions(SessionOptions):
+    """Options of commands that read encrypted files."""
+
+    aad_prefix: AadPrefixOption = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparkRotationOptions(SessionOptions, RotationOptions):
+    """Options of `spark rotate`."""
 
 
 @app.command("encrypt")
+@with_options(SessionOptions)
 def encrypt_with_spark(
     source: SourceArgument,
     target: TargetArgument,
-    config: ConfigOption,
-    table: TableOption = None,
+    options: SessionOptions,
     overwrite: OverwriteOption = False,
     skip_existing: SkipExistingOption = False,
-    master: MasterOption = None,
-    conf: SettingOption = None,
-    max_tasks: TasksOption = None,
-    file_on_nodes: FileOnNodesOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Encrypt the Parquet files of a folder.
 
-    To continue an interrupted run, add --skip-existing. DST has _SUCCESS when every file is there.
+    To continue an interrupted run, add --skip-existing. When every file is there, DST contains _SUCCESS.
     """
-    with _session(master, conf) as session:
-        from parquet_keytools.spark import pipelines
-
-        report = pipelines.encrypt(
-            session,
-            source,
-            target,
-            config,
-            table,
-            overwrite=overwrite,
-            skip_existing=skip_existing,
-            file_on_nodes=file_on_nodes,
-            max_tasks=max_tasks,
-        )
-        _tell(report, as_json=as_json)
+    arguments = {"overwrite": overwrite, "skip_existing": skip_existing}
+    _run("encrypt", options, source, target, table_name=options.table, **arguments)
 
 
 @app.command("decrypt")
+@with_options(ReadingOptions)
 def decrypt_with_spark(
     source: SourceArgument,
     target: TargetArgument,
-    config: ConfigOption,
-    table: TableOption = None,
-    aad_prefix: AadPrefixOption = None,
+    options: ReadingOptions,
     overwrite: OverwriteOption = False,
     skip_existing: SkipExistingOption = False,
-    master: MasterOption = None,
-    conf: SettingOption = None,
-    max_tasks: TasksOption = None,
-    file_on_nodes: FileOnNodesOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Decrypt the Parquet files of a folder.
 
     The written files are not encrypted. To continue an interrupted run, add --skip-existing.
     """
-    with _session(master, conf) as session:
-        from parquet_keytools.spark import pipelines
-
-        report = pipelines.decrypt(
-            session,
-            source,
-            target,
-            config,
-            table,
-            aad_prefix=aad_prefix,
-            overwrite=overwrite,
-            skip_existing=skip_existing,
-            file_on_nodes=file_on_nodes,
-            max_tasks=max_tasks,
-        )
-        _tell(report, as_json=as_json)
+    arguments = {"overwrite": overwrite, "skip_existing": skip_existing}
+    _run("decrypt", options, source, target, **_table_and_prefix(options), **arguments)
 
 
 @app.command("rotate")
-def rotate_with_spark(
-    path: PathArgument,
-    config: ConfigOption,
-    from_keys: FromOption = None,
-    to_keys: ToOption = None,
-    to_config: OtherKmsOption = None,
-    only_master_keys: OnlyOption = None,
-    older_than: OlderThanOption = None,
-    new_keks: NewKeksOption = False,
-    dry_run: DryRunOption = False,
-    table: TableOption = None,
-    aad_prefix: AadPrefixOption = None,
-    master: MasterOption = None,
-    conf: SettingOption = None,
-    max_tasks: TasksOption = None,
-    file_on_nodes: FileOnNodesOption = None,
-    follow_links: FollowLinksOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(SparkRotationOptions)
+def rotate_with_spark(path: PathArgument, options: SparkRotationOptions) -> None:
     """Re-wrap the keys of files; their data stays as it is.
 
-    Each distinct wrapped key is re-wrapped once, however many files have it.
+    Each distinct wrapped key is re-wrapped once, however many files contain it.
     """
-    moves = moves_of(from_keys or [], to_keys or [])
-    with _session(master, conf) as session:
-        from parquet_keytools.spark import pipelines
-
-        report = pipelines.rotate(
-            session,
-            path,
-            config,
-            moves=moves or None,
-            only_master_keys=only_master_keys or None,
-            older_than=older_than,
-            new_keks=new_keks,
-            dry_run=dry_run,
-            to=to_config,
-            table_name=table,
-            aad_prefix=aad_prefix,
-            file_on_nodes=file_on_nodes,
-            max_tasks=max_tasks,
-            follow_links=follow_links,
-        )
-        _tell(report, as_json=as_json)
+    _run("rotate", options, path, **options.arguments(), to=options.to_config)
 
 
 @app.command("rekey")
-def rekey_with_spark(
-    path: PathArgument,
-    config: ConfigOption,
-    table: TableOption = None,
-    aad_prefix: AadPrefixOption = None,
-    master: MasterOption = None,
-    conf: SettingOption = None,
-    max_tasks: TasksOption = None,
-    file_on_nodes: FileOnNodesOption = None,
-    follow_links: FollowLinksOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(ReadingOptions)
+def rekey_with_spark(path: PathArgument, options: ReadingOptions, follow_links: FollowLinksOption = False) -> None:
     """Re-encrypt files in place, with new data keys."""
-    with _session(master, conf) as session:
-        from parquet_keytools.spark import pipelines
-
-        report = pipelines.rekey(
-            session,
-            path,
-            config,
-            table_name=table,
-            aad_prefix=aad_prefix,
-            file_on_nodes=file_on_nodes,
-            max_tasks=max_tasks,
-            follow_links=follow_links,
-        )
-        _tell(report, as_json=as_json)
+    _run("rekey", options, path, **_table_and_prefix(options), follow_links=follow_links)
 
 
 @app.command("verify")
-def verify_with_spark(
-    path: PathArgument,
-    config: ConfigOption,
-    table: TableOption = None,
-    aad_prefix: AadPrefixOption = None,
-    parts: Annotated[
-        int | None,
-        typer.Option("--parts", metavar="N", min=1, help="The folder must have parts 0 to N-1, each once."),
-    ] = None,
-    master: MasterOption = None,
-    conf: SettingOption = None,
-    max_tasks: TasksOption = None,
-    file_on_nodes: FileOnNodesOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(ReadingOptions)
+def verify_with_spark(path: PathArgument, options: ReadingOptions, parts: PartsOption = None) -> None:
     """Check files against the encryption specification.
 
-    Each is checked rule by rule, and all of them as one data set.
+    Each file is checked rule by rule, and all files as one data set.
     """
-    with _session(master, conf) as session:
-        from parquet_keytools.spark import pipelines
-
-        report = pipelines.verify(
-            session,
-            path,
-            config,
-            table_name=table,
-            aad_prefix=aad_prefix,
-            part_count=parts,
-            file_on_nodes=file_on_nodes,
-            max_tasks=max_tasks,
-        )
-        _tell(report, as_json=as_json, rules=[row for row in report.rule_rows() if row["outcome"] == "broken"])
+    _run("verify", options, path, **_table_and_prefix(options), part_count=parts)
 
 
 @app.command("keys")
+@with_options(ReadingOptions)
 def keys_with_spark(
-    path: PathArgument,
-    config: ConfigOption,
-    table: TableOption = None,
-    aad_prefix: AadPrefixOption = None,
-    master: MasterOption = None,
-    conf: SettingOption = None,
-    max_tasks: TasksOption = None,
-    file_on_nodes: FileOnNodesOption = None,
-    ignore_passed_over: IgnorePassedOverOption = False,
-    as_json: JsonOption = False,
+    path: PathArgument, options: ReadingOptions, ignore_passed_over: IgnorePassedOverOption = False
 ) -> None:
     """List which master keys the files depend on."""
-    with _session(master, conf) as session:
+    _run("keys", options, path, **_table_and_prefix(options), ignore_passed_over=ignore_passed_over)
+
+
+def _table_and_prefix(options: ReadingOptions) -> dict[str, Any]:
+    return {"table_name": options.table, "aad_prefix": options.aad_prefix}
+
+
+def _run(name: str, options: SessionOptions, *places: str, **arguments: Any) -> None:
+    """Run a pipeline, and show its report.
+
+    Raises:
+        typer.Exit: Something failed.
+    """
+    with _session(options.master, options.conf) as session:
         from parquet_keytools.spark import pipelines
 
-        report = pipelines.keys(
+        report: PipelineReport = getattr(pipelines, name)(
             session,
-            path,
-            config,
-            table_name=table,
-            aad_prefix=aad_prefix,
-            file_on_nodes=file_on_nodes,
-            max_tasks=max_tasks,
-            ignore_passed_over=ignore_passed_over,
+            *places,
+            options.config,
+            file_on_nodes=options.file_on_nodes,
+            max_tasks=options.max_tasks,
+            **arguments,
         )
-        if not as_json:
-            _say_keys(report)
-        _tell(report, as_json=as_json)
+        if name == "keys" and not json_wanted():
+            _show_keys(report)
+        _show(report)
 
 
 @contextmanager
 def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSession]:
-    """Start a session, and stop it; what Spark itself prints is cut down to errors.
+    """Start a session, and stop it; of Spark's own messages, only errors are printed.
 
     Raises:
-        ConfigurationError: There is no pyspark, or no Java, or Spark does not start.
+        ConfigurationError: pyspark or Java is missing, or Spark does not start.
     """
     from parquet_keytools.errors import ConfigurationError
 
@@ -312,7 +215,7 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
             "there is no Java, which Spark needs.",
             hint="Install Java 17, on Debian with: apt-get install openjdk-17-jre-headless",
         )
-    # The Python that runs this has what tasks need; on a cluster with others, say spark.pyspark.python.
+    # This Python has the packages that tasks need. On a cluster with another Python, set spark.pyspark.python.
     if "spark.pyspark.python" not in pairs:
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.appName("parquet-keytools")
@@ -323,10 +226,10 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
     try:
         session = builder.getOrCreate()
     except Exception as error:
-        # A traceback would end with the status that means that something was checked, and is not in order.
+        # A traceback would end with status 1, which means that a check failed.
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigurationError(
-            f"Spark did not start: {reason}", hint="Check --master and --conf; what Spark itself says is above."
+            f"Spark did not start: {reason}", hint="Check --master and --conf; Spark's own messages are above."
         ) from None
     session.sparkContext.setLogLevel("ERROR")
     try:
@@ -335,41 +238,43 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
         session.stop()
 
 
-def _tell(report: PipelineReport, *, as_json: bool, rules: list[dict[str, Any]] | None = None) -> None:
-    """Tell what came of a pipeline.
+def _show(report: PipelineReport) -> None:
+    """Print a report.
 
     Raises:
-        typer.Exit: Not all went well.
+        typer.Exit: Something failed.
     """
     from parquet_keytools import errors
+    from parquet_keytools.spark.pipelines import VerificationReport
 
-    if as_json:
-        document: dict[str, Any] = {
-            "outcomes": dict(report.outcomes),
-            "kms_keys": dict(report.kms_keys),
-            "tasks": report.tasks,
-            "seconds": round(report.seconds, 3),
-        }
-        with FilesDocument(wanted=True) as files:
-            for row in report.rows():
-                files.add(row)
-            files.end(document if rules is None else document | {"broken_rules": rules})
+    rules = None
+    if isinstance(report, VerificationReport):
+        rules = [row for row in report.rule_rows() if row["outcome"] == "broken"]
+    document = {
+        "outcomes": dict(report.outcomes),
+        "kms_keys": dict(report.kms_keys),
+        "tasks": report.tasks,
+        "seconds": round(report.seconds, 3),
+    } | ({} if rules is None else {"broken_rules": rules})
     kinds = set()
-    shown = 0
-    for row in report.rows():
-        if row["error_class"] is not None:
-            kinds.add(getattr(errors, row["error_class"], OSError))
-        text = row["error"] or (row["detail"] if row["outcome"] == "left out" else None)
-        if text is not None:
-            shown += 1
-            if shown <= _MOST_SHOWN:
-                say(f"{row['outcome'].capitalize()}: {row['path']}: {text}")
-    if shown > _MOST_SHOWN:
-        say(f"{shown - _MOST_SHOWN} more; --json lists all.")
-    for rule in (rules or [])[:_MOST_SHOWN]:
-        answer(f"{rule['severity'].capitalize()}: {rule['file']}: {rule['rule']}: {rule['message']}")
-    if rules is not None and len(rules) > _MOST_SHOWN:
-        answer(f"{len(rules) - _MOST_SHOWN} more; --json lists all.")
+    messages: dict[str, Messages] = {}
+    with FilesDocument() as files:
+        for row in report.rows():
+            files.add(row)
+            if row["error_class"] is not None:
+                kinds.add(getattr(errors, row["error_class"], OSError))
+            if text := row["error"] or (row["detail"] if row["outcome"] == "left out" else None):
+                label = row["outcome"].capitalize()
+                messages.setdefault(label, Messages(label)).add(row["path"], text)
+        files.end(document)
+    for group in messages.values():
+        group.print()
+    broken: dict[str, Messages] = {}
+    for rule in rules or []:
+        label = f"{rule['severity'].capitalize()} {rule['rule']}"
+        broken.setdefault(label, Messages(label, answer)).add(rule["file"], rule["message"])
+    for group in broken.values():
+        group.print()
     outcomes = ", ".join(f"{number} {outcome}" for outcome, number in report.outcomes.items())
     asked = ", ".join(f"{number} {operation}" for operation, number in report.kms_keys.items()) or "nothing"
     answer(
@@ -381,10 +286,8 @@ def _tell(report: PipelineReport, *, as_json: bool, rules: list[dict[str, Any]] 
     raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)
 
 
-def _say_keys(report: PipelineReport) -> None:
-    """Tell how many files need which version of which master key."""
-    from collections import Counter
-
+def _show_keys(report: PipelineReport) -> None:
+    """Print how many files need which version of which master key."""
     counts: Counter[tuple[str, str]] = Counter()
     for row in report.rows():
         counts.update(

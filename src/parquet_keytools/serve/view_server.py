@@ -1,26 +1,392 @@
-"""The server, its limit of connections, and the lines that engines use to read from it."""
+"""The HTTP server: its limits of connections, size and time, and the lines that engines use to read from it.
+
+Requests are parsed strictly: a proxy in front of this server must not read the same bytes as another request.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
+import io
 import ipaddress
+import re
 import secrets
 import socket
 import socketserver
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
-from http.server import ThreadingHTTPServer
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import quote
 
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.serve.connection import ViewConnection, cut_off
-from parquet_keytools.serve.requests_and_answers import BegunReads
-from parquet_keytools.serve.s3_front import BUCKET, REGION, KeyPair
-from parquet_keytools.serve.served_tree import ServedTree
+from parquet_keytools.serve.requests_and_answers import (
+    BegunReads,
+    RefusedRequestError,
+    ServedAnswer,
+    ServedRange,
+    ServedRequest,
+    answer_http,
+    logged_outcome,
+    redirect_to_folder,
+    refusal_of,
+    write_access,
+)
+from parquet_keytools.serve.s3_front import BUCKET, REGION, KeyPair, answer_s3, error_document
+from parquet_keytools.serve.served_tree import FileReader, ServedTree
+
+# --- one connection ---
+
+_IDLE_SECONDS = 60.0
+"""Time limit for the next request of an idle connection."""
+
+_HEAD_SECONDS = 10.0
+"""Time limit for a request head after its first byte, and for the first byte of a connection."""
+
+_SEND_SECONDS = 120.0
+"""Time limit for sending one chunk."""
+
+_LINGER_SECONDS = 1.0
+_LINGER_BYTES = 1 << 20
+"""Limits for reading from a client that still sends, so that it reads the response before the end."""
+
+_CHUNK_BYTES = 1 << 20
+_LAST_STATUSES = (400, 405, 408, 414, 421, 431)
+"""After these statuses the connection closes: the client may interpret the bytes that follow differently."""
+
+_METHODS = ("GET", "HEAD")
+
+_MAX_HEAD_BYTES = 32 * 1024
+_MAX_LINE_BYTES = 16 * 1024
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+_REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([!-~]+) HTTP/(\d)\.(\d)\r\n")
+_HEADER_LINE = re.compile(rb"(" + _TOKEN + rb"):([\t -~\x80-\xff]*)\r\n")
+"""RFC 9112, sections 3 and 5: no space before the colon, no line folding, no bare CR or LF."""
+
+_VERSIONS = ("HTTP/1.0", "HTTP/1.1")
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection, or stopped reading from it."""
+
+
+class ViewConnection(BaseHTTPRequestHandler):
+    """Handles one connection over HTTP/1.1, with plain HTTP or S3 requests.
+
+    `ViewServer` sets the attributes that all its connections share.
+
+    Attributes:
+        protocol: Protocol of the current request: `http`, `s3`, or empty while it is unknown.
+    """
+
+    server: BoundedServer
+    tree: ServedTree
+    token: str
+    key_pair: KeyPair | None
+    begun_reads: BegunReads
+    hosts: frozenset[str] = frozenset()
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        """Replace the input stream by a stream with limits."""
+        super().setup()
+        self._head = HeadReader(self.connection, _HEAD_SECONDS)
+        self.rfile = self._input = io.BufferedReader(self._head)
+        self._is_first = True
+        self._lingers = False
+        self._begin_request()
+
+    def finish(self) -> None:
+        """Read what the client still sends, so that a TCP reset does not discard the response."""
+        if self._lingers:
+            with contextlib.suppress(OSError):
+                # Not `SSLSocket.shutdown`: see `cut_off`.
+                socket.socket.shutdown(self.connection, socket.SHUT_WR)
+                end, left = time.monotonic() + _LINGER_SECONDS, _LINGER_BYTES
+                while left > 0 and (seconds := end - time.monotonic()) > 0:
+                    self.connection.settimeout(seconds)
+                    if not (count := len(self.connection.recv(65536))):
+                        break
+                    left -= count
+        super().finish()
+
+    def handle_one_request(self) -> None:
+        """Read one request and send the response."""
+        self._begin_request()
+        try:
+            self._head.begin(_HEAD_SECONDS if self._is_first else _IDLE_SECONDS)
+            self._is_first = False
+            if self._input.peek(1):
+                self._head.begin(_HEAD_SECONDS)
+                self._answer()
+        except (OSError, ClientGoneError):
+            # The client can no longer receive an error response.
+            self.close_connection = True
+
+    def _begin_request(self) -> None:
+        self.close_connection = True
+        self.protocol = self._key = self.command = self.requestline = ""
+        self.request_version = self.protocol_version
+
+    def keep(self) -> None:
+        """Protect the connection from eviction: its client has authenticated."""
+        self.server.keep(self.connection)
+
+    def version_string(self) -> str:
+        """Return the value of the `Server` header."""
+        return "parquet-keytools"
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Print nothing: the access log has a record of each request."""
+
+    def _routed(self, request: ServedRequest) -> ServedAnswer:
+        """Return the response of HTTP or S3.
+
+        Raises:
+            RefusedRequestError: The `Host` name is not allowed, or the client is not authenticated.
+        """
+        if (request.header("host") or "").lower() not in self.hosts:
+            raise RefusedRequestError(421, "InvalidRequest", "The server does not accept this host name.")
+        first, slash, key = request.path.removeprefix("/").partition("/")
+        reads = self.begun_reads.of_client(self.client_address[0])
+        if hmac.compare_digest(first.encode(), self.token.encode()):
+            self.protocol, self._key = "http", key
+            self.keep()
+            if not slash:
+                return redirect_to_folder(request)
+            return answer_http(self.tree, request, key, reads)
+        if self.key_pair is not None:
+            self.protocol, self._key = "s3", key if first == BUCKET else ""
+            return answer_s3(self.tree, self.key_pair, request, reads, self.keep)
+        raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
+
+    def _answer(self) -> None:
+        try:
+            answer = self._routed(self._request())
+            if isinstance(answer.body, ServedRange) and self.command != "HEAD":
+                self._send_file(answer, answer.body)
+            else:
+                try:
+                    self._send(answer)
+                except ClientGoneError as error:
+                    self._log(answer.status, error)
+                    raise
+                self._log(answer.status)
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            self._refuse(error)
+
+    def _request(self) -> ServedRequest:
+        """Return the request.
+
+        Raises:
+            RefusedRequestError: The request is not valid, not supported, or too slow.
+            ClientGoneError: The client closed the connection.
+        """
+        try:
+            self.command, target, version = read_request_line(self._input)
+            headers = read_headers(self._input)
+        except TimeoutError:
+            raise RefusedRequestError(408, "RequestTimeout", "The request came too slowly.") from None
+        except OSError:
+            raise ClientGoneError from None
+        tokens = {part.strip().lower() for value in headers.get("connection", ()) for part in value.split(",")}
+        self.close_connection = version != "HTTP/1.1" or "close" in tokens
+        raw_path, _, raw_query = target.partition("?")
+        request = ServedRequest(self.command, raw_path, raw_query, headers)
+        if version not in _VERSIONS:
+            raise RefusedRequestError(505, "InvalidRequest", "This version of HTTP is not supported.")
+        if self.command not in _METHODS:
+            raise RefusedRequestError(405, "MethodNotAllowed", "This server only reads.", {"Allow": "GET, HEAD"})
+        has_body = "transfer-encoding" in headers or request.header("content-length") not in (None, "0")
+        if has_body or not target.startswith("/"):
+            raise RefusedRequestError(400, "InvalidRequest", "This is not a valid request for a file.")
+        return request
+
+    def _send_file(self, answer: ServedAnswer, body: ServedRange) -> None:
+        sent, failure = 0, None
+        try:
+            with contextlib.ExitStack() as stack:
+                # Open and read before the status is sent, so that an early error gets its own status.
+                reader = stack.enter_context(body.opened)
+                chunk = self._chunk(reader, body, 0)
+                try:
+                    self._send_head(answer, body.length)
+                    while True:
+                        self._send_bytes(chunk)
+                        sent += len(chunk)
+                        if sent == body.length:
+                            break
+                        chunk = self._chunk(reader, body, sent)
+                except BaseException as error:
+                    # The status has been sent, so only closing the connection can signal the error.
+                    failure = error
+                    self.close_connection = True
+                    if not isinstance(error, Exception):
+                        raise
+                finally:
+                    self._log(answer.status, failure, body=body, sent=sent)
+        finally:
+            if failure is not None:
+                cut_off(self.connection)
+
+    @staticmethod
+    def _chunk(reader: FileReader, body: ServedRange, sent: int) -> bytes:
+        return reader.read(body.start + sent, min(_CHUNK_BYTES, body.length - sent))
+
+    def _refuse(self, error: Exception) -> None:
+        refusal = refusal_of(error, self.tree)
+        body, kind = f"{refusal}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8"
+        if self.key_pair is not None and self.protocol != "http":
+            body, kind = error_document(refusal), "application/xml"
+        if refusal.status >= 500 or refusal.status in _LAST_STATUSES:
+            self.close_connection = self._lingers = True
+        try:
+            self._send(ServedAnswer(refusal.status, {**refusal.headers, "Content-Type": kind}, body))
+        finally:
+            self._log(refusal.status, error)
+
+    def _send(self, answer: ServedAnswer) -> None:
+        body = answer.body
+        length = body.length if isinstance(body, ServedRange) else len(body)
+        self._send_head(answer, length)
+        if isinstance(body, bytes) and self.command != "HEAD" and answer.status != 304:
+            self._send_bytes(body)
+
+    def _send_head(self, answer: ServedAnswer, length: int) -> None:
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        if answer.status != 304:
+            self.send_header("Content-Length", str(length))
+        # Caches must not store decrypted data, and browsers must not guess its type.
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        with self._sending():
+            self.end_headers()
+
+    def _send_bytes(self, content: bytes) -> None:
+        with self._sending():
+            self.connection.sendall(content)
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Raise `ClientGoneError` for a failed connection, since failed storage raises `OSError`, too."""
+        try:
+            # The limit is for the whole block, not for each part of it that the socket sends.
+            self.connection.settimeout(_SEND_SECONDS)
+            yield
+        except OSError:
+            raise ClientGoneError from None
+
+    def _log(
+        self, status: int, error: BaseException | None = None, *, body: ServedRange | None = None, sent: int = 0
+    ) -> None:
+        start, length = (body.start, body.length) if body else (None, None)
+        outcome, reason = logged_outcome(error)
+        write_access(
+            {
+                "client": f"{self.client_address[0]}:{self.client_address[1]}",
+                "protocol": self.protocol,
+                "method": self.command,
+                "key": self._key,
+                "start": start,
+                "length": length,
+                "sent": sent,
+                "status": status,
+                "outcome": outcome,
+                "reason": reason,
+            },
+            [self.token, *([self.key_pair.secret.reveal().decode()] if self.key_pair else [])],
+        )
+
+
+def cut_off(connection: socket.socket) -> None:
+    """Close a connection at once, so that the client does not take a partial response for a complete one."""
+    with contextlib.suppress(OSError):
+        # Not `SSLSocket.shutdown`: it drops TLS first, and another thread would then send plaintext.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+class HeadReader(io.RawIOBase):
+    """Reads from a connection until a deadline and up to a number of bytes."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection = connection
+        self.begin(seconds)
+
+    def begin(self, seconds: float) -> None:
+        """Allow one more request head within `seconds`."""
+        self._deadline = time.monotonic() + seconds
+        self._left = _MAX_HEAD_BYTES
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes.
+
+        Raises:
+            TimeoutError: The deadline has passed.
+            RefusedRequestError: The request head is too long.
+        """
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError
+        if self._left <= 0:
+            raise RefusedRequestError(431, "InvalidRequest", "The headers are too long.")
+        self._connection.settimeout(seconds)
+        count = self._connection.recv_into(buffer, min(len(buffer), self._left))
+        self._left -= count
+        return count
+
+
+def read_request_line(stream: io.BufferedReader[Any]) -> tuple[str, str, str]:
+    """Return method, target and version.
+
+    Raises:
+        RefusedRequestError: The line is too long or not valid.
+    """
+    line = stream.readline(_MAX_LINE_BYTES + 1)
+    if line == b"\r\n":
+        # Some clients send an extra empty line after a request (RFC 9112, section 2.2).
+        line = stream.readline(_MAX_LINE_BYTES + 1)
+    if len(line) > _MAX_LINE_BYTES:
+        raise RefusedRequestError(414, "InvalidURI", "The URL is too long.")
+    found = _REQUEST_LINE.fullmatch(line)
+    if found is None:
+        raise RefusedRequestError(400, "InvalidRequest", "The request line is not valid.")
+    method, target = found[1].decode(), found[2].decode()
+    return method, target, f"HTTP/{found[3].decode()}.{found[4].decode()}"
+
+
+def read_headers(stream: io.BufferedReader[Any]) -> dict[str, tuple[str, ...]]:
+    """Return the headers: name in lower case -> values, in the order of the request.
+
+    Raises:
+        RefusedRequestError: A line is not a valid header.
+    """
+    headers: dict[str, list[str]] = defaultdict(list)
+    while (line := stream.readline()) != b"\r\n":
+        found = _HEADER_LINE.fullmatch(line)
+        if found is None:
+            raise RefusedRequestError(400, "InvalidRequest", "The headers are not valid.")
+        headers[found[1].decode().lower()].append(found[2].decode("latin-1").strip())
+    return {name: tuple(values) for name, values in headers.items()}
+
+
+# --- all connections ---
 
 _REFUSED_BINDS = {
     errno.EADDRINUSE: (": another program uses this port", "Choose another --port; 0 is a free one."),

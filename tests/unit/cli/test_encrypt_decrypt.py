@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools
+from parquet_keytools.cli.output import Messages
 from parquet_keytools.encryption import file_encryptor
 
 PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
@@ -441,14 +442,35 @@ def test_a_file_name_that_is_not_utf8(run, config: Path, plain: Path, folder: Pa
     assert "3 of 4 files" in done.stdout
 
 
-def test_only_some_of_many_left_out_files_are_shown(run, config: Path, folder: Path, tmp_path: Path) -> None:
+def test_equal_messages_are_one_line(run, config: Path, folder: Path, tmp_path: Path) -> None:
     for number in range(25):
-        (folder / f".a.{number}.crc").write_text("text")
+        (folder / f".a.{number:02}.crc").write_text("text")
+        (folder / f"b.{number:02}.parquet").write_bytes(b"text" * 3)
     done = run("encrypt", folder, tmp_path / "out", "--config", config, "--json")
-    assert done.exit_code == 0
-    assert done.stderr.count("Left out: /") == 20
-    assert "Left out: 5 more; --json lists all." in done.stderr
-    assert len(json.loads(done.stdout)["left_out"]) == 25
+    assert done.exit_code == 1
+    document = json.loads(done.stdout)
+    assert (len(document["left_out"]), len(document["failures"])) == (25, 25)
+    left_out, failed = [line for line in done.stderr.splitlines() if line.startswith(("Left out: ", "Failed: "))]
+    assert left_out.startswith("Left out: 25 files: ") and failed.startswith("Failed: 25 files: ")
+    assert left_out.endswith(f" For example: {', '.join(str(folder / f'.a.{n:02}.crc') for n in range(3))}")
+    assert failed.endswith(f" For example: {', '.join(str(folder / f'b.{n:02}.parquet') for n in range(3))}")
+    done = run("encrypt", folder, tmp_path / "out", "--config", config, "--overwrite", "--verbose")
+    assert done.stderr.count("Left out: /") == 25 and done.stderr.count("Failed: /") == 25
+    assert "For example" not in done.stderr
+
+
+def test_many_different_messages_are_not_all_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    messages = Messages("Failed")
+    for number in range(25):
+        messages.add(f"/data/{number}.parquet", f"/data/{number}.parquet: flaw {number}.")
+    messages.add("/data/x.parquet", "flaw 3.")
+    messages.print()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[2:4] == [
+        "Failed: /data/2.parquet: flaw 2.",
+        "Failed: 2 files: flaw 3. For example: /data/3.parquet, /data/x.parquet",
+    ]
+    assert lines[20:] == ["Failed: 5 more; --verbose shows all."]
 
 
 @pytest.mark.parametrize("command", ["encrypt", "decrypt"])
@@ -470,7 +492,7 @@ def test_a_full_disk_is_said_once(run, config, plain, tmp_path, monkeypatch, com
     done = run(command, source, target, "--config", config)
     text = " ".join(done.stderr.split())
     assert done.exit_code == 1
-    assert text.count("no space left") == 1 and "Stopped: 8 of 9 files not started" in text, text
+    assert text.count("no space left") == 1 and "Not attempted: 8 of 9 files" in text, text
     assert [path for path in target.rglob("*") if path.is_file()] == []
 
 

@@ -205,15 +205,28 @@ def test_verify_a_folder(run, config: Path, encrypted: Path, plain: Path) -> Non
     assert run("verify", encrypted.parent, "--config", config, "--parts", 2).exit_code == 1
 
 
+def test_files_with_the_same_flaws_are_shown_once(run, config: Path, encrypted: Path, plain: Path) -> None:
+    for number in range(6):
+        (encrypted.parent / f"plain.{number}.parquet").write_bytes(plain.read_bytes())
+    done = run("verify", encrypted.parent, "--config", config)
+    assert done.exit_code == 1 and done.stdout.count("violation encrypted: ") == 1
+    examples = ", ".join(str(encrypted.parent / f"plain.{number}.parquet") for number in (1, 2, 3))
+    assert f"5 more files with the same broken or unchecked rules, such as {examples}\n" in done.stdout
+    every = run("verify", encrypted.parent, "--config", config, "--verbose").stdout
+    assert every.count("violation encrypted: ") == 6 and "more files" not in every
+
+
 def test_verify_of_a_folder_tells_once_what_many_files_have(run, config: Path, encrypted: Path) -> None:
     for number in range(24):
         (encrypted.parent / f"copy {number:02}.parquet").write_bytes(encrypted.read_bytes())
     done = run("verify", encrypted.parent, "--config", config)
     assert done.exit_code == 1  # one part many times
     lines = done.stdout.splitlines()
-    assert sum(line.endswith(": conforms") for line in lines) == 20
-    assert "5 more conform; --json lists all." in lines
+    assert sum(line.endswith(": conforms") for line in lines) == 3
+    assert "22 more conform; --verbose lists all." in lines
     assert sum("weakness no-prefix in 25 of them" in line for line in lines) == 1
+    done = run("verify", encrypted.parent, "--config", config, "--verbose")
+    assert sum(line.endswith(": conforms") for line in done.stdout.splitlines()) == 25
     done = run("verify", encrypted.parent)
     assert all("nothing was authenticated" in line for line in done.stdout.splitlines() if ": conforms" in line)
 

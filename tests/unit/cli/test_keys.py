@@ -37,9 +37,9 @@ def test_which_files_and_columns(run, keystore_case, key_material: str, plaintex
     assert document["counts"] == {
         "encrypted": 2,
         "not_encrypted": 0,
-        "not_all_keys_seen": 0,
-        "not_looked_into": 0,
-        "passed_over": 0,
+        "unknown_keys": 0,
+        "unreadable": 0,
+        "skipped": 0,
     }
     assert "2 encrypted files, 0 not encrypted; all keys are visible." in done.stderr
 
@@ -76,10 +76,13 @@ def test_an_unknown_need_is_1(run, keystore_case) -> None:
     done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "times", "--json")
     assert done.exit_code == 1
     document = json.loads(done.stdout)
-    assert document["counts"]["not_all_keys_seen"] == 2
+    assert document["counts"]["unknown_keys"] == 2
     assert document["fail_if_uses"][0]["unknown"] == 2
     assert {file["error"] for file in document["files"]} == {"MasterKeyDisabledError"}
     assert "For 2 files it is unknown whether times is needed: assume that it is." in done.stderr
+    assert done.stderr.count("Keys unknown: ") == 1 and "Keys unknown: 2 files: " in done.stderr
+    every = run("keys", case.data, "--config", case.config, "--verbose")
+    assert every.stdout.count("Keys unknown: ") == 2 and "2 files: " not in every.stdout
     # What it does see, it tells: and that is no failure by itself.
     assert run("keys", case.data, "--config", case.config).exit_code == 0
     assert keys_of(done) == {("footer", "1", 2, 2, ())}
@@ -154,7 +157,7 @@ def test_data_keys_and_plaintext_files(run, tmp_path: Path) -> None:
     assert done.exit_code == 0
     document = json.loads(done.stdout)
     assert [(key["kind"], key["key"]) for key in document["master_keys"]] == [("data key", "own")]
-    assert document["counts"] | {"not_looked_into": 0, "passed_over": 0} == document["counts"]
+    assert document["counts"] | {"unreadable": 0, "skipped": 0} == document["counts"]
     assert (document["counts"]["encrypted"], document["counts"]["not_encrypted"]) == (1, 1)
     assert run("keys", data, "--config", config, "--fail-if-uses", "pii").exit_code == 0
     done = run("keys", data, "--config", config, "--fail-if-uses", "own")
@@ -205,7 +208,7 @@ def test_an_encrypted_file_that_readers_pass_over(run, keystore_case, name: str,
     assert done.exit_code == 1 and "Nothing here needs times" not in done.stderr
     assert "all keys are visible" not in done.stderr and str(hidden) in done.stderr
     document = json.loads(done.stdout)
-    assert document["complete"] is False and document["passed_over"] == [str(hidden)]
+    assert document["complete"] is False and document["skipped"] == [str(hidden)]
     assert document["fail_if_uses"][0]["unknown"] == 1
     (file,) = [file for file in document["files"] if file["path"] == str(hidden)]
     assert file["error"] == "IncompleteDataSetError" and not file["all_keys_seen"]
@@ -229,4 +232,4 @@ def test_what_is_passed_over_and_needs_no_key(run, keystore_case) -> None:
         (case.data / name).write_bytes(content)
     (case.data / ".#lock").symlink_to("somebody@machine:1")
     done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "times", "--json")
-    assert done.exit_code == 0 and json.loads(done.stdout)["passed_over"] == []
+    assert done.exit_code == 0 and json.loads(done.stdout)["skipped"] == []

@@ -35,7 +35,7 @@ from vector_kit.breaches import breaking_vectors
 from vector_kit.write_kit import data_keys, place_vector
 
 from parquet_keytools import Keytools, audit
-from parquet_keytools.cli import file_work
+from parquet_keytools.config import loader
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_file
@@ -493,14 +493,14 @@ def test_a_configuration_that_changes_ends_the_command(
     run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What workers read in its place is another configuration."""
-    load = file_work.load_configuration
+    load = loader.load_configuration
 
     def load_and_change(path: Path) -> Any:
         configuration = load(path)
         config.write_text("version: 1")
         return configuration
 
-    monkeypatch.setattr(file_work, "load_configuration", load_and_change)
+    monkeypatch.setattr(loader, "load_configuration", load_and_change)
     text = config.read_text()
     done = run("encrypt", many, tmp_path / "e", "--config", config, "--processes", 2)
     assert done.exit_code == 2 and done.stdout == ""

@@ -176,7 +176,7 @@ def test_an_interrupted_run_starts_over(run, keystore_case, monkeypatch) -> None
     before = case.digest()
     done = run(*arguments)
     assert done.exit_code == 130
-    assert "Before this: 1 file: 1 rekeyed. Give the same command again: it starts with the first" in done.stderr
+    assert "Before this: 1 file: 1 rekeyed. Repeat the command: it starts with the first" in done.stderr
     monkeypatch.undo()
     between = case.digest()
     assert [path for path in before if before[path] != between[path]] == [str(case.files[0])]
@@ -210,10 +210,10 @@ def test_a_data_key_that_stays_is_told(run, table: pa.Table, tmp_path: Path) -> 
     [
         ([], "or --in-place"),
         (["DST", "--in-place"], "DST and --in-place contradict each other"),
-        (["--in-place", "--overwrite"], "replaces files in any case"),
-        (["DST", "--follow-links"], "this goes with --in-place only"),
+        (["--in-place", "--overwrite"], "always replaces files"),
+        (["DST", "--follow-links"], "this works with --in-place only"),
         (["--in-place", "--skip-existing"], "encrypts all files again"),
-        (["DST", "--no-verify"], "this goes with --in-place only"),
+        (["DST", "--no-verify"], "this works with --in-place only"),
         (["--in-place", "--table", "peple"], "Did you mean 'people'?"),
         (["--in-place", "--to-table", "peple"], "Did you mean 'people'?"),
     ],

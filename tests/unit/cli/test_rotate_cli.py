@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools
-from parquet_keytools.cli.output import FilesDocument
 from parquet_keytools.errors import TableMismatchError
 from parquet_keytools.rotation import rekeying, rewrapping
 from parquet_keytools.storage.failures import warn_left_behind
@@ -125,7 +124,7 @@ def test_a_run_that_was_cut_off_goes_on(run, keystore_case, monkeypatch) -> None
     monkeypatch.setattr(rewrapping, "replace_tail", replace_tail)
     done = run(*arguments)
     assert done.exit_code == 130
-    assert "Before this: 1 file: 1 rotated. Give the same command again." in done.stderr
+    assert "Before this: 1 file: 1 rotated. Repeat the command." in done.stderr
     document = json.loads(done.stdout)
     assert [file["path"] for file in document["files"]] == [str(case.files[0])]
     assert document["complete"] is False
@@ -306,17 +305,3 @@ def test_progress_on_a_terminal(on_a_terminal, keystore_case) -> None:
     shown, stdout = on_a_terminal("rotate", case.data, "--config", case.config)
     assert "━" in shown and "rotated" not in shown
     assert b"2 files: 2 rotated" in stdout and "━" not in stdout.decode()
-
-
-def test_a_document_is_json_whatever_happens(capsys) -> None:
-    with FilesDocument(wanted=True) as document:
-        document.end({"complete": True})
-    assert json.loads(capsys.readouterr().out) == {"files": [], "complete": True}
-    with pytest.raises(ValueError), FilesDocument(wanted=True) as document:
-        document.add({"path": "a"})
-        document.add({"path": "b"})
-        raise ValueError
-    assert json.loads(capsys.readouterr().out) == {"files": [{"path": "a"}, {"path": "b"}], "complete": False}
-    with pytest.raises(ValueError), FilesDocument(wanted=True):
-        raise ValueError
-    assert capsys.readouterr().out == ""
