@@ -30,8 +30,8 @@ from parquet_keytools.rotation import rekeying
 from parquet_keytools.rotation.data_set_run import OnFile, RunOptions
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
 from parquet_keytools.rotation.report import RotationReport
-from parquet_keytools.rotation.rewrapping import Rewrapping, rotate_data_set
-from parquet_keytools.rotation.rotation_plan import master_key_id, plan_rotation, prefix_of, same_master_key
+from parquet_keytools.rotation.rewrapper import same_master_key
+from parquet_keytools.rotation.rotate import Rewrapping, master_key_id, plan_rotation, prefix_of, rotate_data_set
 from parquet_keytools.runtime.presentation import Summarised, install_hint
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths

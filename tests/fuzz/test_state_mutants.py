@@ -25,7 +25,7 @@ from soak import how_many
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import KeytoolsError, MasterKeyDisabledError, WrappedKeyInvalidError
-from parquet_keytools.files import file_opening
+from parquet_keytools.files import opened_file
 from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
 from parquet_keytools.format.thrift import Struct, ThriftList, WireType, write_struct
@@ -33,8 +33,9 @@ from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import data_set_run, inventory
+from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import Outcome
-from parquet_keytools.rotation.tail import footer_of, read_tail
+from parquet_keytools.rotation.tail import footer_of
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
@@ -349,7 +350,7 @@ class Inline:
 def fast_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in memory, where there is one, and no waiting for a disk: this is not about power cuts."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    for module in (data_set_run, inventory, file_opening):
+    for module in (data_set_run, inventory, opened_file):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
     memory, name = Path("/dev/shm"), f"state-mutants-{os.getpid()}-{time.monotonic_ns()}"
     folder = memory / name if memory.is_dir() else tmp_path / "data"

@@ -108,7 +108,6 @@ OUTSIDE: dict[str, list[str]] = {
         "iceberg/*.py",
         "keys/material_store.py",
         "keytools.py",
-        "rotation/replaced_keys.py",
         "spark/*.py",
         "rotation/s3_*.py",
         "storage/*.py",

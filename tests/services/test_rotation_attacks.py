@@ -33,7 +33,8 @@ from parquet_keytools.errors import KmsError
 from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.kms.contract_tests import unwrap_one
-from parquet_keytools.rotation.tail import footer_of, read_tail
+from parquet_keytools.rotation.file_keys import read_tail
+from parquet_keytools.rotation.tail import footer_of
 from parquet_keytools.spark import pipelines
 from parquet_keytools.storage.locations import FileLocation
 

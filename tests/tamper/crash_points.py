@@ -344,7 +344,7 @@ def main() -> None:
 
     import parquet_keytools.arrow.arrow_kms
     import parquet_keytools.cli
-    import parquet_keytools.files.file_plan
+    import parquet_keytools.files.conversion
     import parquet_keytools.rotation.rekeying  # noqa: F401
     from parquet_keytools.kms.keystore_file import Keystore
 

@@ -27,8 +27,9 @@ from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
 from parquet_keytools.kms.contract_tests import unwrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import FileRotation, Outcome
-from parquet_keytools.rotation.tail import footer_of, read_tail
+from parquet_keytools.rotation.tail import footer_of
 from parquet_keytools.storage.locations import FileLocation
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])

@@ -35,8 +35,9 @@ from parquet_keytools import Keytools
 from parquet_keytools.format.file_layout import MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import Outcome
-from parquet_keytools.rotation.tail import footer_of, read_tail
+from parquet_keytools.rotation.tail import footer_of
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.temporary_files import LOCK_NAME
 

@@ -31,10 +31,9 @@ from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ColumnPath
 from parquet_keytools.encryption.protection import FooterColumn
 from parquet_keytools.errors import FileChangedError
-from parquet_keytools.files.file_opening import WantedColumns
 from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, read_again_if_changed
+from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, WantedColumns, read_again_if_changed
 from parquet_keytools.files.table_check import protected_names, refuse_values_of_folders
 from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.secret_bytes import SecretBytes

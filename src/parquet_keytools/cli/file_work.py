@@ -33,8 +33,7 @@ from parquet_keytools.errors import (
     KmsConfigurationError,
     WorkerProcessEndedError,
 )
-from parquet_keytools.files.conversion import FileResult
-from parquet_keytools.files.file_plan import FilePlan, PlannedFile, plan_files
+from parquet_keytools.files.conversion import FilePlan, FileResult, PlannedFile, plan_files
 from parquet_keytools.runtime.worker_processes import FileWorkers, command_line_processes
 from parquet_keytools.storage.failures import storage_failure
 from parquet_keytools.storage.locations import OBJECT_STORES

@@ -38,7 +38,7 @@ from parquet_keytools.cli.output import (
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
     from parquet_keytools.rotation.inventory import FileKeyUses, UsedKey
-    from parquet_keytools.rotation.rotation_plan import SameMasterKey
+    from parquet_keytools.rotation.rewrapper import SameMasterKey
 
 KeysConfigOption = Annotated[
     Path | None, config_option("The YAML configuration: its KMS opens footers that hide keys of columns.")
@@ -68,7 +68,7 @@ def keys_command(
     column keys inside encrypted footers are not visible, and versions are unknown.
     """
     from parquet_keytools.keytools import Keytools
-    from parquet_keytools.rotation.rotation_plan import same_master_key
+    from parquet_keytools.rotation.rewrapper import same_master_key
 
     location = locations_of(paths, "PATH")
     with Keytools.from_mapping({"version": 1}) if config is None else Keytools.from_yaml(config) as keytools:
@@ -159,7 +159,7 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
     """
     from parquet_keytools.config.document import did_you_mean, one_of
     from parquet_keytools.errors import ConfigurationError, KmsError, MasterKeyNotFoundError
-    from parquet_keytools.rotation.rotation_plan import check_version
+    from parquet_keytools.rotation.rewrapper import check_version
 
     names = keytools.configuration.master_keys
     known = None if keytools.kms is None else keytools.kms.master_key_ids()

@@ -18,8 +18,8 @@ from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import DecryptionError, NotEncryptedError
 from parquet_keytools.files.conversion import FileResult, Progress, plaintext_output, refuse_same_file
 from parquet_keytools.files.denied_columns import refuse_digests
-from parquet_keytools.files.file_opening import check_column_keys, check_footer_key, refuse_ctr
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import check_column_keys, check_footer_key, refuse_ctr
 from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData

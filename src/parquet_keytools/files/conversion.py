@@ -1,22 +1,27 @@
-"""Whole files through the module encryptor, with the keys that a configuration gives them."""
+"""Whole files converted: encrypted, decrypted or rekeyed with the keys of a configuration, alone or in folders."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import PurePosixPath
+
+from pyarrow import fs as pafs
 
 from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.errors import OutputError
-from parquet_keytools.files.file_plan import encrypted_contents, is_there_already, plaintext_contents
+from parquet_keytools.encryption.footer import Footer, read_footer
+from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, KmsError, OutputError
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import FileIdentities, as_verified, naming_place
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
 from parquet_keytools.files.table_check import partition_names
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.format.structs import ColumnMetaData
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.outputs import (
     PLAINTEXT_MODE,
     PendingOutput,
@@ -25,11 +30,12 @@ from parquet_keytools.storage.outputs import (
     written_bytes,
 )
 from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, all_files, data_set, file_or_folder
 
 _COPIED_BYTES = 1 << 20
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes after each write, by any thread."""
+"""Called with the number of bytes after each write, from any thread."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,12 @@ class FileResult:
     """A file that was written.
 
     Attributes:
-        source: What was read.
-        target: What was written.
+        source: The file that was read.
+        target: The file that was written.
         source_bytes: Length of the source.
         target_bytes: Length of the target.
-        skipped: Whether it was there already.
-        copied: Whether it was copied as it is, because it is in plaintext and the configuration allows that.
+        skipped: Whether the target existed already.
+        copied: Whether a plaintext file was copied unchanged, as the configuration allows.
     """
 
     source: str
@@ -157,15 +163,15 @@ def rekey_file(
 
 @contextlib.contextmanager
 def plaintext_output(target: FileLocation, mode: int | None, *, overwrite: bool) -> Iterator[PendingOutput]:
-    """Write a file with decrypted values, which takes its place when the block ends.
+    """Write a file with decrypted values, which appears when the block ends.
 
     Args:
-        target: Where it will be.
-        mode: Its permissions; None for those of a file that only its owner may read and write.
+        target: The file.
+        mode: Its permissions; None lets only its owner read and write it.
         overwrite: Whether it may replace a file.
 
     Raises:
-        OutputError: As with `pending_output`; or permissions are given, and the file system has none.
+        OutputError: See `pending_output`; or permissions are given, and the file system has none.
     """
     if mode is not None and not target.is_local:
         raise OutputError(f"{target} is not on a local file system: it has no mode.", hint="Leave the mode out.")
@@ -185,15 +191,15 @@ def encrypt_pending(
     threads: int = 2,
     folder_names: Collection[str] = (),
 ) -> NewKeyMaterial:
-    """Encrypt a plaintext file into a pending output; `put_in_place` takes what it returns.
+    """Encrypt a plaintext file into a pending output; return its key material for `put_in_place`.
 
     Args:
-        keys: Of the configuration.
-        table_name: The table; None where it has only one.
+        keys: The keys of the configuration.
+        table_name: The table; None if there is only one.
         source: The plaintext file.
         pending: The output.
-        on_progress: Called with the number of bytes after each write, by any thread.
-        threads: How many threads work.
+        on_progress: Called with the number of bytes after each write, from any thread.
+        threads: Number of threads.
         folder_names: Names of columns to which the file's folders give values; see `names_in_folders`.
 
     Raises:
@@ -220,11 +226,7 @@ def encrypt_pending(
 def new_file_encryption(
     keys: KeyService, policy: TablePolicy, target: FileLocation
 ) -> tuple[FileEncryption, NewKeyMaterial]:
-    """Make the keys of a file that is to be written, and what lies beside it.
-
-    Raises:
-        KmsError: A key cannot be wrapped.
-    """
+    """Make the keys of a new file, and its key material; raise `KmsError` if a key cannot be wrapped."""
     replaces = policy.table.key_material == "external" and bool(existing_key_materials(target))
     new = keys.new_file_keys(policy, target, new_reference_suffix() if replaces else "")
     return new.encryption, NewKeyMaterial(target, new.key_materials)
@@ -242,3 +244,248 @@ def _result(source: FileLocation, target: FileLocation, opened_source: ByteSourc
 
 def _skipped(source: FileLocation, target: FileLocation) -> FileResult:
     return FileResult(str(source), str(target), source.size_bytes(), target.size_bytes(), skipped=True)
+
+
+# --- conversions that were done before ---
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The footer of a file, authenticated if it is encrypted, and the DEKs of its columns."""
+
+    footer: Footer
+    deks: Mapping[tuple[str, ...], SecretBytes]
+
+
+Open = Callable[[FileLocation], Contents]
+
+
+def plaintext_contents(location: FileLocation) -> Contents:
+    """Read the footer of a plaintext file; raise `KeytoolsError` if the file is not one."""
+    with open_source(location) as source:
+        return Contents(read_footer(source, None), {})
+
+
+def encrypted_contents(
+    keys: KeyService,
+    location: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | bytes | None = None,
+    *,
+    or_allowed_plaintext: bool = False,
+) -> Contents:
+    """Open an encrypted file that matches its table, or a plaintext file if that is allowed here.
+
+    Raises:
+        KeytoolsError: It does not, or a key is unavailable.
+    """
+    (opened,) = keys.open_files([location], table_name, aad_prefix)
+    if not or_allowed_plaintext:
+        opened.refuse_unencrypted()
+    opened.refuse_denied(None)
+    return Contents(opened.footer, opened.deks)
+
+
+def is_there_already(
+    source: FileLocation, target: FileLocation, opens_source: Open, opens_target: Open, *, overwrite: bool
+) -> bool:
+    """Return whether a conversion was done before: the target is newer than the source, and their footers agree.
+
+    The comparison covers schema, rows, and the type, codec, encodings, number of values and statistics of each
+    column chunk, authenticated if a file is encrypted. It does not cover values.
+
+    Args:
+        source: The file to convert.
+        target: The result.
+        opens_source: Reads the footer of the source.
+        opens_target: Reads the footer of the target; fails if the conversion would make another kind of file.
+        overwrite: Whether any other target will be replaced.
+
+    Raises:
+        OutputError: The target is another file, and must not be replaced.
+        KmsError: The KMS does not unwrap the keys that are needed for the comparison.
+        KeytoolsError: The source cannot be read.
+    """
+    info = target.info()
+    if info.type != pafs.FileType.File:
+        return False
+    made, changed = info.mtime_ns, source.info().mtime_ns
+    # Without times, the source may be newer.
+    is_newer = made is not None and changed is not None and made >= changed
+    if is_newer and _same(opens_source(source), target, opens_target):
+        return True
+    if not overwrite:
+        raise OutputError(
+            f"{target} exists already, and differs from what converting {source} makes now.",
+            hint="Remove it, or give --overwrite to replace it.",
+        )
+    return False
+
+
+def _same(source: Contents, target: FileLocation, opens_target: Open) -> bool:
+    try:
+        found = opens_target(target)
+        return _description(source) == _description(found)
+    except (KmsError, ColumnAccessDeniedError):
+        raise
+    except KeytoolsError:
+        return False
+
+
+def _description(contents: Contents) -> tuple[object, ...]:
+    footer = contents.footer
+    rows = [group.num_rows for group in footer.row_groups]
+    chunks = footer.column_metadata(contents.deks)
+    return (
+        footer.metadata.num_rows,
+        footer.leaves,
+        rows,
+        {place: _of_chunk(metadata) for place, metadata in chunks.items()},
+    )
+
+
+def _of_chunk(metadata: ColumnMetaData) -> bytes:
+    """Return the metadata of a chunk without offsets and lengths, which encryption changes."""
+    rest = metadata.shallow_copy()
+    rest.total_uncompressed_size = rest.total_compressed_size = rest.data_page_offset = 0
+    rest.index_page_offset = rest.dictionary_page_offset = rest.bloom_filter_offset = None
+    rest.bloom_filter_length = None
+    return rest.serialise()
+
+
+# --- the files of a folder ---
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A Parquet file to convert.
+
+    Attributes:
+        source: The file to read.
+        target: The file to write.
+        size_bytes: Length of the source.
+        path_in_folder: Path of both, relative to the mirrored folder; the name of the source if there is none.
+    """
+
+    source: FileLocation
+    target: FileLocation
+    size_bytes: int
+    path_in_folder: str
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """The files to convert.
+
+    Attributes:
+        source_is_folder: Whether a folder is mirrored.
+        files: The files, sorted by path; empty only if an entry could not be checked.
+        left_out: All other files in the folder, sorted by path.
+        unseen: Entries that could not be checked, sorted by path: files may be missing in the target.
+    """
+
+    source_is_folder: bool
+    files: tuple[PlannedFile, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    unseen: tuple[Unseen, ...] = ()
+
+    @property
+    def paths_in_folder(self) -> list[str]:
+        """`path_in_folder` of each file."""
+        return [file.path_in_folder for file in self.files]
+
+    @property
+    def size_bytes(self) -> int:
+        """Total length of the sources."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def plan_files(source: FileLocation, target: FileLocation, *, overwrite: bool = False) -> FilePlan:
+    """Plan the conversion of a file or a folder; nothing is written.
+
+    Args:
+        source: A file or a folder.
+        target: The file to write, or the folder that will mirror the source.
+        overwrite: Whether the target may exist, and a target folder may contain files. Files without a counterpart
+            in the source stay there.
+
+    Raises:
+        FileNotFoundError: The source does not exist.
+        OutputError: The target exists, or is the source or a folder in it, or a link in it leads out of it.
+        NoParquetFilesError: The source folder has no Parquet files.
+    """
+    if not file_or_folder(source).is_file:
+        return _plan_folder(source, target, overwrite)
+    _check_target_file(source, target, overwrite=overwrite)
+    return FilePlan(False, (PlannedFile(source, target, source.size_bytes(), source.name),))
+
+
+def _check_target_file(source: FileLocation, target: FileLocation, *, overwrite: bool) -> None:
+    refuse_same_file(source, target)
+    found = target.info()
+    if found.type == pafs.FileType.Directory:
+        raise OutputError(f"{target} is a folder, and the source is a file.", hint="Name a file in it.")
+    if found.type == pafs.FileType.Unknown:
+        raise OutputError(f"{target} is not a regular file.")
+    if found.type != pafs.FileType.NotFound and not overwrite:
+        raise OutputError(f"{target} exists already.", hint="Use --overwrite to replace it.")
+
+
+def _plan_folder(source: FileLocation, target: FileLocation, overwrite: bool) -> FilePlan:
+    _check_target_folder(source, target, overwrite=overwrite)
+    found = sorted(data_set(source, into_passed_over=True), key=lambda entry: entry.location.path)
+    parquet_files = [entry for entry in found if isinstance(entry, ParquetFile)]
+    paths = [file.location.path_within(source) for file in parquet_files]
+    files = tuple(
+        PlannedFile(file.location, target.child(path), file.size_bytes, path)
+        for file, path in zip(parquet_files, paths, strict=True)
+    )
+    if target.is_local:
+        root = PurePosixPath(_real_path(target))
+        for file in files:
+            if not PurePosixPath(_real_path(file.target)).is_relative_to(root):
+                raise OutputError(
+                    f"{file.target} is not written: a link leads out of the folder {target}.",
+                    hint="Remove the link, or name another folder.",
+                )
+    if target.filesystem == source.filesystem:
+        sources = {_real_path(file.source) for file in files}
+        for file in files:
+            if _real_path(file.target) in sources:
+                raise OutputError(
+                    f"{file.target} would be overwritten, and is itself a source.", hint="Name another folder."
+                )
+    return FilePlan(
+        True,
+        files,
+        tuple(entry for entry in found if isinstance(entry, LeftOut)),
+        tuple(entry for entry in found if isinstance(entry, Unseen)),
+    )
+
+
+def _check_target_folder(source: FileLocation, target: FileLocation, *, overwrite: bool) -> None:
+    # Files that are named one by one may be in the same folder as the target.
+    if target.filesystem == source.filesystem and not source.only:
+        ours, theirs = PurePosixPath(_real_path(target)), PurePosixPath(_real_path(source))
+        if ours == theirs:
+            raise OutputError(f"{target} is the source itself.", hint="Choose another folder for the output.")
+        if ours.is_relative_to(theirs):
+            raise OutputError(f"{target} is inside the source {source}.", hint="Name a folder outside of it.")
+    found = target.info()
+    if found.type == pafs.FileType.NotFound:
+        return
+    if found.type != pafs.FileType.Directory:
+        what = "s are several" if source.only else " is a folder"
+        raise OutputError(f"{target} is a file, and the source{what}.", hint="Name a folder.")
+    # Empty folders may be left from a failed run.
+    if not overwrite and next(all_files(target), None) is not None:
+        raise OutputError(
+            f"the folder {target} is not empty.",
+            hint="Name another one, give --skip-existing to continue an interrupted run, or --overwrite to "
+            "replace files of the same names in it.",
+        )
+
+
+def _real_path(location: FileLocation) -> str:
+    """Return the path with links resolved, as far as it exists."""
+    return real_location(location).path if location.is_local else location.path.rstrip("/")

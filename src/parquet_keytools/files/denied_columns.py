@@ -1,8 +1,7 @@
-"""What is shown in place of columns that cannot be read: digests of their values; nothing in key-value metadata.
+"""What readers see of columns that they cannot read: digests of values, and nothing in key-value metadata.
 
-Those who open a file for reading do not get the DEKs of columns that are shown as digests. Writers put into
-key-value metadata the box around all places of a geometry, the categories of a column, the ends of an index: none
-of it may be of values that cannot be read.
+The DEKs of columns that are shown as digests are kept apart from other DEKs. Writers store bounding boxes of
+geometries, categories of columns and ends of an index in key-value metadata: all of these are values.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from parquet_keytools.secret_bytes import SecretBytes
 SECRET_LENGTH_BITS = 256
 
 NEEDS_KEY = "Digests are made of values: they need the key of the column."
-"""Hint where a column cannot be read. `hide` or `null` is none here: it would show the values of other columns."""
+"""Hint for a column that cannot be read. `hide` or `null` would show the values of digest columns."""
 
 
 def with_digests(
@@ -40,19 +39,19 @@ def with_digests(
     table_name: str | None,
     files: Sequence[OpenedFile],
 ) -> list[OpenedFile]:
-    """Return opened files whose columns are shown as digests, where the configuration says `denied_columns: hash`.
+    """Return opened files whose columns are shown as digests, if the configuration says `denied_columns: hash`.
 
-    These columns are then among `OpenedFile.denied`, and their DEKs are in `OpenedFile.digests` only: whoever does
-    not know of digests can read none of their values. If the secret is unavailable, they are just denied.
+    These columns are in `OpenedFile.denied`, and their DEKs only in `OpenedFile.digests`, so code that ignores
+    digests cannot read their values. If the secret is unavailable, they are only denied.
 
     Args:
-        configuration: Whose tables the files are of.
-        new_kms_keys: Returns what asks the KMS for the secret.
-        table_name: Their table; None where the configuration has only one.
-        files: Opened with the columns that will be read.
+        configuration: The configuration.
+        new_kms_keys: Returns the keys of an operation, for the secret.
+        table_name: The table of the files; None if there is only one.
+        files: The files, opened with the wanted columns.
 
     Raises:
-        ConfigurationError: What the KMS unwrapped is no secret of digests.
+        ConfigurationError: The unwrapped secret is not valid.
     """
     if configuration.reading.denied_columns != "hash":
         return list(files)
@@ -72,23 +71,23 @@ def _columns(opened: OpenedFile, table: TableSettings) -> frozenset[ColumnPath]:
 
 
 def refuse_digests(configuration: Configuration, message: str, hint: str) -> None:
-    """Raise `ConfigurationError` where columns are shown as digests, for a caller that would give out values."""
+    """Raise `ConfigurationError` if columns are shown as digests, for a caller that would show values."""
     if configuration.reading.denied_columns == "hash":
         raise configuration.error_for([Mistake(("reading", "denied_columns"), message, hint)])
 
 
 def unwrapped_secret(configuration: Configuration, name: str, kms_keys: KmsKeys) -> SecretBytes:
-    """Return the secret under `hash_keys`.
+    """Return a secret under `hash_keys`.
 
     Raises:
-        ConfigurationError: What the KMS unwrapped is no secret of digests.
+        ConfigurationError: The unwrapped secret is not valid.
         KeytoolsError: It is unavailable.
     """
     return value_or_raise(_secret(configuration, name, kms_keys))
 
 
 def _secret(configuration: Configuration, name: str, kms_keys: KmsKeys) -> SecretBytes | KeytoolsError:
-    """Return the secret under `hash_keys`, or why it is unavailable."""
+    """Return a secret under `hash_keys`, or why it is unavailable."""
     master_key_id = hash_key_reference(configuration, name).master_key_id
     material = KeyMaterial(
         is_footer_key=False,
@@ -128,15 +127,15 @@ _ONLY_SCHEMA = VisibleKeyValues()
 def shown_key_values(
     opened: OpenedFile, shown: Collection[str], nullable: Collection[str] = frozenset()
 ) -> dict[str, str | None]:
-    """Return what becomes of entries of a file's key-value metadata: the new value, or None to leave one out.
+    """Return changes of a file's key-value metadata: key -> the new value, or None to leave the entry out.
 
-    Where columns cannot be read, only what is known to hold nothing of them stays: what says the schema, and what
-    pandas and GeoParquet say of other columns.
+    If columns cannot be read, only entries that surely contain none of their values stay: the schema, and the
+    entries of pandas and GeoParquet about other columns.
 
     Args:
         opened: The file.
         shown: Names of the top-level columns that readers see.
-        nullable: Those of them that may be null, whatever the file says.
+        nullable: Names of shown columns that may be null, whatever the file says.
     """
     entries = opened.footer.metadata.key_value_metadata or []
     if not opened.denied:
@@ -155,7 +154,6 @@ def shown_key_values(
 def _shown(
     key: str, value: str, shown: Collection[str], nullable: Collection[str], denied: frozenset[str]
 ) -> str | None:
-    """Return what is shown of a value; None for nothing."""
     try:
         if key == ARROW_SCHEMA_KEY:
             return _arrow_schema(value, shown, nullable, denied)
@@ -165,7 +163,7 @@ def _shown(
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     if key == SPARK_SCHEMA_KEY:
-        return None  # It has all columns, as the file has them.
+        return None  # It lists all columns of the file.
     entry = KeyValue()
     entry.key, entry.value = key, value
     alone = _ONLY_SCHEMA.shown(entry)
@@ -193,9 +191,9 @@ def _arrow_schema(
 
 
 def _without_metadata(field: pa.Field) -> pa.Field | None:
-    """Return a field without metadata of its own and of those below it; None where that fails."""
+    """Return a field without metadata, including nested fields; None if that fails."""
     if field.metadata is None and (pa.types.is_integer(field.type) or pa.types.is_floating(field.type)):
-        return field  # It has nothing but its name, and wide tables have thousands of such fields.
+        return field  # Fast: wide tables have thousands of such fields.
     message = schema_alone(pa.schema([field]).serialize().to_pybytes())
     return None if message is None else pa.ipc.read_schema(pa.py_buffer(message)).field(0)
 
@@ -203,7 +201,7 @@ def _without_metadata(field: pa.Field) -> pa.Field | None:
 def _metadata_of_schema(
     metadata: Mapping[bytes, bytes], shown: Collection[str], denied: frozenset[str]
 ) -> dict[str, str]:
-    """Return what is shown of the metadata of Arrow's schema, which has the same entries as the file."""
+    """Return the shown metadata of Arrow's schema, which has the same entries as the file."""
     found: dict[str, str] = {}
     for key, value in metadata.items():
         if key != ARROW_SCHEMA_KEY.encode():
@@ -214,7 +212,7 @@ def _metadata_of_schema(
 
 
 def _pandas(known: Any, shown: Collection[str], denied: frozenset[str]) -> Any:
-    """Return which columns are the index, and the types of columns: not the ends of a range, which are values."""
+    """Keep index columns and types; the ends of a range index are values."""
     kept: dict[str, Any] = {
         "index_columns": [index for index in known["index_columns"] if isinstance(index, str) and index in shown],
         "column_indexes": [_labels(level) for level in known.get("column_indexes") or ()],
@@ -232,19 +230,19 @@ def _pandas(known: Any, shown: Collection[str], denied: frozenset[str]) -> Any:
 
 
 def _labels(level: Any) -> dict[str, Any]:
-    """Return what types the labels of columns have, as far as pandas needs it to make them again."""
+    """Keep the types of column labels, which pandas needs to restore them."""
     metadata = _short(level.get("metadata") or {}, ("encoding", "timezone"))
     types = _short(level, ("pandas_type", "numpy_type"))
     return {"name": None, "field_name": None, **types, "metadata": metadata or None}
 
 
 def _short(known: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-    """Return entries whose values are short words."""
+    """Keep entries whose values are short words."""
     return {name: known[name] for name in names if isinstance(known.get(name), str) and short_word(known[name])}
 
 
 def _geo(known: Any, shown: Collection[str], denied: frozenset[str]) -> Any:
-    """Return what GeoParquet says of other columns; None where there is no other geometry."""
+    """Keep the entries of other geometries; None if there are none."""
     columns = {name: dict(column) for name, column in known["columns"].items() if name in set(shown) - denied}
     if not columns:
         return None
@@ -271,4 +269,4 @@ _OF_COLUMNS: Mapping[str, Callable[[Any, Collection[str], frozenset[str]], Any]]
     "pandas": _pandas,
     "geo": _geo,
 }
-"""Key -> what makes of its JSON what is of columns that can be read."""
+"""Key -> function that keeps the parts of its JSON about readable columns."""

@@ -1,4 +1,4 @@
-"""Files of a data set, opened when they are asked for, and ahead of a scan that will ask for them."""
+"""Files of a data set, opened on demand, and ahead of scans that will need them."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from parquet_keytools.files.opened_file import OpenedFile
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 
 OpenMany = Callable[[Sequence[str]], Sequence[OpenedFile]]
-"""Opens the files of some paths together; raises what is wrong with one of them."""
+"""Opens files together; raises the error of any of them."""
 
 NewBatch = Callable[[], OpenMany]
-"""Returns what opens the files of one batch: together, or one by one where that failed. It asks the KMS once."""
+"""Returns a function for one batch, which unwraps each key once, also if files are opened again one by one."""
 
 _FIRST_BATCH = 8
 _LARGEST_BATCH = 100
-"""How many files are opened together. The first rows shall come soon, and then the KMS is asked for many keys at
-once; some accept a hundred in one call."""
+"""How many files are opened together: few at first, so that the first rows come soon."""
 
 _THREADS = 2
-"""While one batch waits for the KMS, the next one is read."""
+"""One batch waits for the KMS while the next one is read."""
 
 _SCANS = 4
-"""So many scans have files opened ahead; those that began before get theirs when they ask for them."""
+"""How many scans have files opened ahead; older scans get their files on demand."""
 
 _KEPT = 64
-"""Files kept after they were asked for: some readers ask more than once for a file."""
+"""How many files are kept after their first use: some readers ask for a file more than once."""
 
 
 @dataclass
 class _Scan:
-    """A scan that began.
+    """A scan in progress.
 
     Attributes:
-        paths: What it will ask for and is not being opened yet, in its order.
-        ahead: What is open or being opened, and was not asked for yet.
-        batch: How many files were opened together last.
+        paths: The files that are not being opened yet, in order.
+        ahead: The files that are open or being opened, and have not been used.
+        batch: Size of the last batch.
         is_at_end: Whether there are no more paths.
     """
 
@@ -54,15 +53,15 @@ class _Scan:
 
     @property
     def is_over(self) -> bool:
-        """Whether all that was to be opened was asked for."""
+        """Whether all files have been used."""
         return self.is_at_end and not self.ahead
 
 
 class FilesAhead:
-    """Files by path, opened once they are needed, by threads of its own: nobody who asks for one calls the KMS.
+    """Files by path, opened on demand by threads of its own, which call the KMS.
 
-    A file that was asked for stays the file that it was: another one under its name is refused, whether or not it
-    is in order. May be used by any number of threads, and in a forked child.
+    A file that was used must stay the same file: another one under its name is refused, even if it is valid.
+    Thread-safe; may be used in a forked child.
     """
 
     def __init__(self, paths: Iterable[str], new_batch: NewBatch) -> None:
@@ -74,7 +73,7 @@ class FilesAhead:
         self._start()
 
     def _start(self) -> None:
-        """Begin with nothing under way; a forked child has no threads that would ever end it."""
+        """Begin empty; a forked child has no threads to finish what its parent began."""
         self._process_id = os.getpid()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="keytools-open")
         self._waiting: dict[str, Future[OpenedFile]] = {}
@@ -82,11 +81,11 @@ class FilesAhead:
         self._scans: list[_Scan] = []
 
     def hold(self, paths: Iterable[str]) -> list[OpenedFile]:
-        """Open files now and together, on the thread of the caller, and hold them for good.
+        """Open files now, together, in the caller's thread, and keep them.
 
         Raises:
-            KeytoolsError: One cannot be opened; see `open_files`.
-            OSError: One cannot be read.
+            KeytoolsError: A file cannot be opened; see `open_files`.
+            OSError: A file cannot be read.
         """
         paths = list(dict.fromkeys(paths))
         new = [path for path in paths if path not in self._held]
@@ -95,7 +94,7 @@ class FilesAhead:
         return [self._held[path] for path in paths]
 
     def read_ahead(self, paths: Iterable[str]) -> None:
-        """Open these files ahead of a scan that will ask for them in this order; only some at a time."""
+        """Open files ahead of a scan that will use them in this order, some at a time."""
         with self._lock:
             self._start_anew_after_fork()
             self._scans = [scan for scan in self._scans if not scan.is_over]
@@ -110,11 +109,10 @@ class FilesAhead:
         return path in self._paths
 
     def __getitem__(self, path: str) -> OpenedFile:
-        """Return a file, opened.
+        """Return an open file.
 
         Raises:
-            FileChangedError: It is not the file that it was when it was asked for first, or other columns of it
-                can be read.
+            FileChangedError: It is not the same file as at its first use, or other columns can be read.
             KeytoolsError: It cannot be opened; see `open_files`.
             OSError: It cannot be read.
         """
@@ -122,7 +120,7 @@ class FilesAhead:
             self._start_anew_after_fork()
             opened = self._held.get(path) or self._kept.get(path)
             future = self._waiting.pop(path, None)
-            # What went wrong before anybody asked may be over: the scan that it was for may be, too.
+            # A failure ahead of use may have been temporary.
             if opened is None and (future is None or _has_failed(future)):
                 (future,) = self._submit([path])
             for scan in self._scans:
@@ -150,7 +148,7 @@ class FilesAhead:
             self._start()
 
     def _open_ahead(self, scan: _Scan) -> None:
-        """Begin to open the next files of a scan, unless as many are ahead of it as were opened together last."""
+        """Begin to open the next files of a scan, unless a whole batch is still ahead of it."""
         while len(scan.ahead) <= scan.batch and not scan.is_at_end:
             scan.batch = min(max(_FIRST_BATCH, 2 * scan.batch), _LARGEST_BATCH)
             paths = list(islice(scan.paths, scan.batch))
@@ -174,7 +172,7 @@ def _has_failed(future: Future[OpenedFile]) -> bool:
 
 
 def _open(new_batch: NewBatch, paths: Sequence[str], futures: Sequence[Future[OpenedFile]]) -> None:
-    """Open files for those who wait for them; what is wrong with one is for those who wait for that one."""
+    """Open files for the threads that wait for them; each error goes only to those that wait for that file."""
     wanted = {
         path: future for path, future in zip(paths, futures, strict=True) if future.set_running_or_notify_cancel()
     }
@@ -197,9 +195,9 @@ def _open(new_batch: NewBatch, paths: Sequence[str], futures: Sequence[Future[Op
 
 
 def _identity(opened: OpenedFile) -> bytes:
-    """Return a hash of what may not change: Arrow keeps what it saw of a file, for the next scan.
+    """Return a hash of everything that must not change, because Arrow keeps metadata for the next scan.
 
-    Its key metadata may. Rotation writes another footer under the same DEK, for the same data.
+    Key metadata may change: rotation writes another footer under the same DEK, for the same data.
     """
     digest = hashlib.sha256()
     envelope = opened.footer.envelope

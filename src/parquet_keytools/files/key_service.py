@@ -1,4 +1,4 @@
-"""Joins configuration, KMS and keys: what the files of a table are encrypted with, and how files are opened."""
+"""Joins configuration, KMS and keys: the keys of new files of a table, and files opened for reading."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoic
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.denied_columns import with_digests
-from parquet_keytools.files.file_opening import WantedColumns, open_files
-from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, read_again_if_changed
+from parquet_keytools.files.opened_file import (
+    FileIdentities,
+    OpenedFile,
+    WantedColumns,
+    open_files,
+    read_again_if_changed,
+)
 from parquet_keytools.files.table_check import TableCheck, protected_names, refuse_folders_above
 from parquet_keytools.format.file_layout import accept_footers_up_to
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
@@ -47,13 +52,13 @@ from parquet_keytools.storage.locations import FileLocation
 
 @dataclass(frozen=True)
 class TablePolicy:
-    """What a table asks for, for one schema.
+    """The policy of a table for one schema.
 
     Attributes:
         table_name: Name of the table.
         table: Its settings.
-        columns: Leaf path -> the key that the configuration gives it.
-        master_key_ids: Key name -> identifier in the KMS, for the key names that are master keys.
+        columns: Leaf path -> its key.
+        master_key_ids: Name of a master key -> identifier in the KMS.
     """
 
     table_name: str
@@ -62,15 +67,12 @@ class TablePolicy:
     master_key_ids: Mapping[str, str]
 
     def check_partition_columns(self, names: Collection[str]) -> None:
-        """Refuse to put values of columns that `column_keys` covers into the names of folders.
+        """Refuse to partition by columns that `column_keys` covers: names of folders are readable.
 
-        Everyone reads these. Columns that are encrypted without being listed only get a warning.
-
-        Args:
-            names: Of the columns that a data set is partitioned by.
+        Columns that are encrypted without being listed only cause a warning.
 
         Raises:
-            ConfigurationError: `column_keys` covers one of them.
+            ConfigurationError: `column_keys` covers one of the columns.
         """
         for path, key in self.columns.items():
             if path[0] not in names or key.kind == "plaintext":
@@ -84,10 +86,7 @@ class TablePolicy:
             warn_caller(f"{message}, for the data set is partitioned by it")
 
     def refuse_folder_names(self, names: Iterable[str]) -> None:
-        """Refuse folders that would give values to encrypted columns of the files in them: no reader opens these.
-
-        Args:
-            names: Names of columns to which folders will give values.
+        """Refuse names of folders that would give values to encrypted columns of the files: no reader opens these.
 
         Raises:
             ConfigurationError: A file has such a column.
@@ -103,18 +102,18 @@ class TablePolicy:
 
 @dataclass(frozen=True)
 class NewFileKeys:
-    """The keys of a file that is going to be written.
+    """The keys of a new file.
 
     Attributes:
         encryption: For the module encryptor.
-        key_materials: What has to lie in the key material file beside it; None where there is none.
+        key_materials: External key material by reference; None if there is none.
     """
 
     encryption: FileEncryption
     key_materials: dict[str, KeyMaterial] | None
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
-        """Return the key material that key metadata of the file is or refers to; None where it is a data key's."""
+        """Return the key material of key metadata; None for a data key."""
         parsed = parse_key_metadata(key_metadata)
         if isinstance(parsed, KeyReference):
             return (self.key_materials or {}).get(parsed.reference)
@@ -155,16 +154,16 @@ class KeyService:
         return _restored, (self.configuration, self.identities)
 
     def clear_caches(self) -> None:
-        """Forget all keys, so that the KMS is asked again."""
+        """Forget all keys, so that the KMS is called again."""
         self._unwrapper.clear_cache()
         if self._wrapper is not None:
             self._wrapper.clear_cache()
 
     def policy(self, table_name: str | None, leaf_paths: Sequence[ColumnPath]) -> TablePolicy:
-        """Return what a table asks for, for a schema with these leaf columns.
+        """Return the policy of a table for a schema with these leaf columns.
 
         Raises:
-            ConfigurationError: There is no such table, or its patterns do not fit the schema.
+            ConfigurationError: The table does not exist, or its patterns do not fit the schema.
         """
         name, table = self.configuration.select_table(table_name)
         references = {key: resolve_key(self.configuration, key) for _, key in table.key_uses()}
@@ -180,13 +179,10 @@ class KeyService:
         )
 
     def table_check(self, table_name: str | None) -> TableCheck | None:
-        """Return what compares files with their table; None where the configuration has no tables.
-
-        Args:
-            table_name: The table; may be left out where the configuration has only one.
+        """Return the comparison with a table; None if the configuration has no tables.
 
         Raises:
-            ConfigurationError: There is no such table, or several to choose from.
+            ConfigurationError: The table does not exist, or no table is named and there are several.
         """
         name = self.configuration.table_of_files(table_name)
         if name is None:
@@ -202,16 +198,16 @@ class KeyService:
         aad_prefix: str | bytes | None,
         stored: bytes | None = None,
     ) -> ExpectedAadPrefix | None:
-        """Return the AAD prefix that a file must have (spec 4.4.1), or None where any will do.
+        """Return the AAD prefix that a file must have (spec 4.4.1); None if it may have any.
 
         Args:
             location: The file.
-            table_name: Its table; may be left out where the configuration has one.
-            aad_prefix: What the caller expects, if not what the table says.
-            stored: What the file stores, which nobody has authenticated.
+            table_name: Its table; None if there is only one.
+            aad_prefix: The prefix that the caller expects instead of the table's.
+            stored: The prefix that the file stores, which is not authenticated.
 
         Raises:
-            AadPrefixError: `aad_prefix` is no prefix; see `prefix_bytes`.
+            AadPrefixError: `aad_prefix` is not a valid prefix; see `prefix_bytes`.
         """
         any_file_unique = self.configuration.reading.file_unique_lengths == "any"
         if table_name is None and len(self.configuration.tables) != 1:
@@ -223,11 +219,11 @@ class KeyService:
         return expected_aad_prefix(aad_prefix, rendered, any_file_unique=any_file_unique)
 
     def kms_keys(self, known: Mapping[tuple[str, str], SecretBytes] | None = None) -> KmsKeys:
-        """Return what collects the answers of the KMS for one operation, which has some of the keys already."""
+        """Return the keys of one operation, which may know some of them."""
         return KmsKeys(self._unwrapper, self.configuration.reading.cache_lifetime_seconds, known)
 
     def _prefixes_of_some_table(self, location: FileLocation, stored: bytes | None) -> list[str]:
-        """Return the prefix of the table that a file seems to be of; where each has one, the file must, too."""
+        """Return the prefix of the table that a file seems to belong to, or of all tables if each has one."""
         rendered = [
             table.rendered_aad_prefix(table_name=name, file_name=location.name)
             for name, table in self.configuration.tables.items()
@@ -252,28 +248,27 @@ class KeyService:
         holds_metadata: bool = False,
         reads_folder_names: bool = True,
     ) -> list[OpenedFile]:
-        """Open files for reading, each only if it is what its table says; see `opened_file.open_files`.
+        """Open files for reading, if they match their table; see `opened_file.open_files`.
 
         Args:
             locations: The files.
-            table_name: Their table; may be left out where the configuration has one, or none at all.
-            aad_prefix: The AAD prefix that the caller expects, if not what the table says.
-            again: Whether they are opened again where one changed meanwhile; not where the caller does so.
-            wanted: Which of their columns will be read.
-            kms_keys: Collects what the KMS answers, where that is for more than this.
-            identities: Compares them with other files of their folder; None with all that were opened before.
-            holds_metadata: Whether metadata of chunks is kept: for files that are rewritten as a whole at once.
-            reads_folder_names: Whether a reader may take the names of folders for values of columns; False only
-                where it surely does not.
+            table_name: Their table; None if there is only one, or none at all.
+            aad_prefix: The AAD prefix that the caller expects instead of the table's.
+            again: Whether files are opened again if one changed; False if the caller does that.
+            wanted: Selects the columns to read.
+            kms_keys: The keys of a longer operation.
+            identities: Compares the files with others of their folder; None compares with all opened files.
+            holds_metadata: Whether metadata of chunks is kept, for files that are rewritten at once.
+            reads_folder_names: Whether a reader may use the names of folders as values of columns.
 
         Raises:
-            FolderNameError: A folder that a file lies in gives values to a column that is under a key.
-            ConfigurationError: There is no such table, or several to choose from.
-            TableMismatchError: A file is not what the table says.
-            ReusedKeysError: It shares data keys and file unique with another one of its folder.
+            FolderNameError: A folder of a file gives values to an encrypted column.
+            ConfigurationError: The table does not exist, or no table is named and there are several.
+            TableMismatchError: A file does not match its table.
+            ReusedKeysError: A file shares data keys and file unique with another file of its folder.
             KeytoolsError: See `opened_file.open_files`.
         """
-        # Of a data set the caller has said the folder: the keys of all its files are asked for together.
+        # For a data set, the caller has set the folder.
         about = audit.about(locations[0]) if len(locations) == 1 else contextlib.nullcontext()
 
         def opening() -> list[OpenedFile]:
@@ -296,7 +291,7 @@ class KeyService:
             return files
 
         with about:
-            # One that is replaced just now may be found with the key material of the other.
+            # A file that is being replaced may be read with key material of the other one.
             files = read_again_if_changed(opening) if again else opening()
         if self.configuration.reading.reused_encryption_properties == "reject":
             for opened in files:
@@ -304,11 +299,7 @@ class KeyService:
         return files
 
     def wrap_keks(self, policy: TablePolicy) -> None:
-        """Have the KEKs of a table wrapped, so that its next files need no KMS; does nothing without KEKs.
-
-        Raises:
-            KmsError: A KEK cannot be wrapped.
-        """
+        """Wrap the KEKs of a table, if it has any, so that its next files need no KMS call."""
         if self._wrapper is not None and policy.table.double_wrapping:
             used = {policy.table.footer_key, *(key.key_name for key in policy.columns.values())}
             any_dek = SecretBytes.random(policy.table.data_key_length_bits)
@@ -325,9 +316,9 @@ class KeyService:
         """Make the keys of a new file, and wrap them.
 
         Args:
-            policy: For the file's schema.
-            location: Where the file will be: its name is in the AAD prefix.
-            reference_suffix: Makes the references to external key material differ from those that are there.
+            policy: The policy for the file's schema.
+            location: Where the file will be; its name may be in the AAD prefix.
+            reference_suffix: Makes references to external key material differ from existing ones.
 
         Raises:
             KmsError: A key cannot be wrapped.
@@ -374,7 +365,7 @@ class KeyService:
     def _key_metadata(
         self, policy: TablePolicy, names: Sequence[str], deks: Sequence[SecretBytes], references: Sequence[str]
     ) -> tuple[list[bytes], dict[str, KeyMaterial] | None]:
-        """Return key metadata for each key, and external key material where there is any."""
+        """Return key metadata for each key, and external key material if there is any."""
         to_wrap = {
             position: DekToWrap(dek, policy.master_key_ids[name], is_footer_key=position == 0)
             for position, (name, dek) in enumerate(zip(names, deks, strict=True))
@@ -410,12 +401,12 @@ class KeyService:
 
 
 def _restored(configuration: Configuration, identities: FileIdentities) -> KeyService:
-    """Make in a worker process the keys that were pickled without keys."""
+    """Create an unpickled `KeyService`, which has no keys yet."""
     keys = KeyService(configuration, None, time.monotonic)
     keys.identities = identities
     return keys
 
 
 def new_reference_suffix() -> str:
-    """Return a suffix for references to key material that is not in use."""
+    """Return a suffix that no reference to key material has."""
     return f".{secrets.token_hex(4)}"

@@ -1,34 +1,45 @@
-"""A file whose footer is authentic and whose keys are at hand, as far as they are available; and others like it.
+"""Files opened: footers authenticated, compared with their tables, and keys fetched, for all files together.
 
-No two files may have the same data key and file unique. They are the same where pyarrow's encryption properties
-served two files, and where a file is a copy of another. Modules can be moved between such files, and nothing
-detects that (spec 4.4.1). A file unique has 8 random bytes: by chance two of 100,000 files share one with a
-probability of 1 in 3 billion, and never the data key too.
+No two files may have the same data key and file unique, because modules can be moved between them undetected
+(spec 4.4.1). It happens if pyarrow's encryption properties are used for two files, and if a file is copied. A file
+unique has 8 random bytes: two of 100,000 files share one by chance with a probability of 1 in 3 billion, and never
+the data key as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from parquet_keytools.encryption.aad import AadPrefix
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
-from parquet_keytools.encryption.protection import FooterColumn, FooterMode
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterColumn, FooterMode
+from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import (
+    KEY_REFUSALS,
     ColumnAccessDeniedError,
     DecryptionError,
     FileChangedError,
     KeyMaterialError,
+    KeyNotAvailableError,
     KeytoolsError,
     NotEncryptedError,
     ParquetFormatError,
     ReusedKeysError,
+    TableMismatchError,
 )
+from parquet_keytools.files.table_check import KeySource, SeenColumn, TableCheck, seen_key
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KmsKeys
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import warn_caller
 from parquet_keytools.runtime.worker_processes import shared_with_workers
@@ -38,10 +49,15 @@ from parquet_keytools.storage.sources import ends_with, open_source
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
+WantedColumns = Callable[[Sequence[FooterColumn]], Sequence[FooterColumn]]
+"""Selects the columns of a file that will be read."""
+
 
 @dataclass(frozen=True)
 class VerifiedTail:
-    """The end of a file as it was when its footer was verified.
+    """The end of a file at the time when its footer was verified.
 
     Attributes:
         size_bytes: Length of the whole file.
@@ -55,19 +71,19 @@ class VerifiedTail:
 
     @classmethod
     def of(cls, envelope: FooterEnvelope) -> VerifiedTail:
-        """Return that of a file, in the very bytes that its envelope was read from."""
+        """Return the tail of a file, with the bytes that its envelope was read from."""
         offset, data = envelope.footer_offset, envelope.tail
         return cls(offset + len(data), offset, data)
 
 
 @dataclass(frozen=True)
 class ColumnDigests:
-    """What digests of the columns of a file are made with.
+    """Inputs for digests of columns of a file.
 
     Attributes:
-        columns: Leaf paths of all columns that are shown as digests, if they are shown at all.
-        secret: The key of the digests; None where it is unavailable, or not needed.
-        deks: Leaf path of each of them that can be read -> its DEK; None where it has none of its own.
+        columns: Leaf paths of the columns that are shown as digests, if they are shown at all.
+        secret: The key of the digests; None if it is unavailable or not needed.
+        deks: Leaf path of each of these columns that can be read -> its DEK; None if it has none of its own.
     """
 
     columns: frozenset[tuple[str, ...]]
@@ -80,18 +96,18 @@ class OpenedFile:
     """A file that may be read.
 
     Attributes:
-        location: Where it lies.
+        location: Where it is.
         footer: Its footer, authenticated.
         tail: The footer as it was read.
-        retriever: Where its keys came from.
-        kms_keys: What the KMS answered for it, and for other files that were opened with it.
+        retriever: The source of its keys.
+        kms_keys: The keys that the KMS unwrapped for it, and for files that were opened with it.
         deks: DEKs of columns with a column key, as far as they are available.
         denied: Paths of columns that cannot be read, and why.
-        refused: Those of them whose keys this reader is not to have: the KMS refuses the very keys that the table
-            names. All else may be another answer tomorrow, or an attack. Where the configuration says
-            `denied_columns: hash`, those that are shown as digests instead.
-        digests: What these are made with; None where no column of the file is to be shown so.
-        not_wanted: Paths of columns in `denied` that the reader will not read: no key was fetched for them.
+        refused: The denied columns whose keys this reader is not allowed to have: the KMS refuses the keys that
+            the table names. All other errors may be temporary, or an attack. With `denied_columns: hash`, the
+            columns that are shown as digests instead.
+        digests: Inputs for digests; None if no column of the file is shown as digests.
+        not_wanted: Denied columns that the reader will not read: no key was fetched for them.
     """
 
     location: FileLocation
@@ -107,7 +123,7 @@ class OpenedFile:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether it is; a plaintext file is opened only where the configuration allows it."""
+        """Whether the file is encrypted; a plaintext file is opened only if the configuration allows it."""
         return self.footer.mode is not FooterMode.UNENCRYPTED
 
     @property
@@ -117,7 +133,7 @@ class OpenedFile:
         return digested | self.footer.protected_columns
 
     def refuse_unencrypted(self) -> None:
-        """Raise `NotEncryptedError` if it is not encrypted."""
+        """Raise `NotEncryptedError` if the file is not encrypted."""
         if not self.is_encrypted:
             raise NotEncryptedError(f"{self.location} is not encrypted.")
 
@@ -126,13 +142,13 @@ class OpenedFile:
         return columns_named(self.footer.columns, name)
 
     def refuse_denied(self, names: Sequence[str] | None, *, hint: str = "", hides_refused: bool = False) -> None:
-        """Raise an error if one of these columns cannot be read; None means all.
+        """Raise an error if one of these columns cannot be read.
 
         Args:
-            names: Of columns, as in a projection.
-            hint: For the error.
-            hides_refused: Whether columns in `refused` are left out, and no error. A KMS that is down, or a key
-                that was altered, is one nevertheless: a result would lack columns today that it had yesterday.
+            names: Names of columns, as in a projection; None means all columns.
+            hint: Hint of the error.
+            hides_refused: Whether to accept columns in `refused`. An unavailable KMS or a damaged key is still an
+                error: otherwise results would sometimes lack columns.
 
         Raises:
             ColumnAccessDeniedError: Keys are unavailable.
@@ -154,8 +170,8 @@ class OpenedFile:
     def denial(self, paths: Sequence[tuple[str, ...]], *, hint: str = "") -> KeytoolsError:
         """Return the error for columns in `denied`: their damage, or `ColumnAccessDeniedError`."""
         causes = [self.denied[path] for path in paths]
-        # Metadata that is not what the format says is no matter of keys, and is not to be hidden. What does not
-        # authenticate may be: the key is another one, or the bytes are.
+        # Invalid metadata is not a matter of keys, and is never hidden. A failed authentication may be: the key or
+        # the bytes may be wrong.
         for cause in causes:
             if isinstance(cause, ParquetFormatError) and not isinstance(cause, KeyMaterialError):
                 return cause.with_traceback(None)
@@ -168,7 +184,7 @@ class OpenedFile:
 
     @property
     def unshown_top_level(self) -> frozenset[str]:
-        """Those of `denied_top_level` of which no digests are shown."""
+        """The names in `denied_top_level` that are not shown as digests."""
         shown = frozenset(() if self.digests is None else self.refused)
         return frozenset(path[0] for path in self.denied if path not in shown)
 
@@ -182,9 +198,286 @@ def columns_named(columns: Sequence[FooterColumn], name: str) -> list[FooterColu
     ]
 
 
+# --- files are opened ---
+
+
+@dataclass
+class _Opening:
+    """A file that is being opened."""
+
+    location: FileLocation
+    envelope: FooterEnvelope
+    tail: VerifiedTail
+    retriever: FileKeyRetriever
+    prefix: AadPrefix = None
+    columns: Sequence[FooterColumn] = ()
+
+    @contextlib.contextmanager
+    def errors_of_this_file(self) -> Iterator[None]:
+        """Replace an error by `FileChangedError` if the file was replaced while its key material was read."""
+        try:
+            yield
+        except (KeyMaterialError, TableMismatchError):
+            try:
+                is_there = _read_envelope(self.location)[1] == self.tail
+            except (KeytoolsError, OSError):
+                is_there = False
+            if is_there:
+                raise
+            raise FileChangedError(
+                "the file was replaced while its keys were fetched.",
+                path=str(self.location),
+                hint="Open it again.",
+            ) from None
+
+    def materials(self, all_key_metadata: Iterable[bytes | None]) -> Iterator[KeyMaterial]:
+        """Yield the key materials of key metadata. Errors are raised later, when the key is needed."""
+        for key_metadata in all_key_metadata:
+            with contextlib.suppress(KeytoolsError):
+                material = self.retriever.material(key_metadata)
+                if material is not None:
+                    yield material
+
+    def open_footer(self) -> Footer:
+        envelope = self.envelope
+        if envelope.mode is FooterMode.UNENCRYPTED:
+            return envelope.open(None)
+        if envelope.algorithm is Algorithm.AES_GCM_CTR_V1:
+            _log.warning(
+                "%s is encrypted with AES_GCM_CTR_V1: changes to its page data would go undetected", envelope.path
+            )
+        return envelope.open(self.retriever.footer_dek(envelope.key_metadata), self.prefix)
+
+
+def open_files(
+    locations: Sequence[FileLocation],
+    kms_keys: KmsKeys,
+    data_keys: DataKeys,
+    *,
+    aad_prefix_of: Callable[[FileLocation, bytes | None], AadPrefix] = lambda _, stored: None,
+    table_check: TableCheck | None = None,
+    allow_plaintext: bool = False,
+    allow_ctr: bool = True,
+    wanted: WantedColumns = tuple,
+    holds_metadata: bool = False,
+) -> list[OpenedFile]:
+    """Open files: read and authenticate their footers, and fetch the keys of the wanted columns.
+
+    The KMS is called twice for all files together: for footer keys, then for column keys. Before each call, all
+    files are compared with their table, so that no key of a file of another table is unwrapped.
+
+    Args:
+        locations: The files.
+        kms_keys: Calls the KMS.
+        data_keys: The data keys that the caller manages.
+        aad_prefix_of: Takes a file and its stored AAD prefix, and returns the expected one; None accepts any.
+        table_check: Compares the files with their table; None if there is none.
+        allow_plaintext: Whether files may be unencrypted.
+        allow_ctr: Whether files may have page data that is not authenticated.
+        wanted: Selects the columns to read. No key is fetched for other columns, and they cannot be read.
+        holds_metadata: Whether decrypted metadata of all chunks is kept for immediate use.
+
+    Raises:
+        NotEncryptedError: A file is not encrypted.
+        FileChangedError: A file was replaced just now.
+        TableMismatchError: A file does not match its table.
+        ConfigurationError: The table has two keys for a column of a file.
+        DecryptionError: A file is not allowed to use AES-CTR, or was written with AES-GCM and claims AES-CTR; or a
+            footer does not authenticate.
+        KeytoolsError: A footer cannot be read. Columns that cannot be read are in `OpenedFile.denied`.
+    """
+    with ThreadPoolExecutor(min(_CONCURRENT_FILES, max(1, len(locations)))) as pool:
+        openings = [
+            _Opening(location, envelope, tail, FileKeyRetriever(kms_keys, data_keys, location))
+            for location, (envelope, tail) in zip(locations, _read_envelopes(locations, pool), strict=True)
+        ]
+        for opening in openings:
+            if opening.envelope.mode is FooterMode.UNENCRYPTED and not allow_plaintext:
+                raise NotEncryptedError(
+                    f"{opening.location} is not encrypted.",
+                    hint="If that is intended, set `plaintext_files: allow` under `reading`.",
+                )
+            if not allow_ctr:
+                refuse_ctr(opening.envelope, str(opening.location))
+        for opening in openings:
+            if table_check is not None:
+                with opening.errors_of_this_file():
+                    check_footer_key(table_check, str(opening.location), opening.envelope, opening.retriever)
+        for opening in openings:
+            opening.prefix = aad_prefix_of(opening.location, opening.envelope.aad_prefix)
+            if opening.envelope.mode is not FooterMode.UNENCRYPTED:
+                opening.envelope.file_aads(opening.prefix)
+        kms_keys.fetch(
+            material for opening in openings for material in opening.materials([opening.envelope.key_metadata])
+        )
+        footers = []
+        for opening in openings:
+            with opening.errors_of_this_file(), naming_place(opening.location):
+                footers.append(opening.open_footer())
+        for opening, footer in zip(openings, footers, strict=True):
+            if table_check is not None:
+                with opening.errors_of_this_file():
+                    check_column_keys(table_check, str(opening.location), footer, opening.retriever)
+            is_plaintext = footer.mode is FooterMode.UNENCRYPTED
+            opening.columns = footer.columns if is_plaintext else wanted(footer.columns)
+        kms_keys.fetch(
+            material
+            for opening in openings
+            for material in opening.materials([column.key_metadata for column in _with_own_key(opening.columns)])
+        )
+        files = [
+            _open_columns(
+                OpenedFile(opening.location, footer, opening.tail, opening.retriever, kms_keys, {}, {}),
+                opening.columns,
+                table_check,
+                holds_metadata=holds_metadata,
+            )
+            for opening, footer in zip(openings, footers, strict=True)
+        ]
+        stating_ctr = [opened for opened in files if opened.footer.algorithm is Algorithm.AES_GCM_CTR_V1]
+        list(pool.map(_check_algorithm, stating_ctr))
+        return files
+
+
+_CONCURRENT_FILES = 16
+"""How many footers are read at a time; each takes two reads, which on an object store is mostly waiting."""
+
+_FAST_SECONDS = 0.001
+_MOST_SECONDS = 0.02
+"""Local footers are read one by one while each takes at most the first, and all together the second more."""
+
+
+def _read_envelopes(
+    locations: Sequence[FileLocation], pool: ThreadPoolExecutor
+) -> list[tuple[FooterEnvelope, VerifiedTail]]:
+    """Read the footers of files: in this thread if that is fast, otherwise many at a time.
+
+    Reading a footer from a local disk is faster than passing it to a thread. A local path may still be on a file
+    server, where reading is mostly waiting.
+    """
+    envelopes: list[tuple[FooterEnvelope, VerifiedTail]] = []
+    if all(location.is_local for location in locations):
+        start = time.monotonic()
+        for location in locations:
+            envelopes.append(_read_envelope(location))
+            if time.monotonic() - start > _MOST_SECONDS + len(envelopes) * _FAST_SECONDS:
+                break
+    return envelopes + list(pool.map(_read_envelope, locations[len(envelopes) :]))
+
+
+def _read_envelope(location: FileLocation) -> tuple[FooterEnvelope, VerifiedTail]:
+    with open_source(location) as source:
+        envelope = read_envelope(source)
+        return envelope, VerifiedTail.of(envelope)
+
+
+def refuse_ctr(envelope: FooterEnvelope, path: str) -> None:
+    """Raise `DecryptionError` if the footer states that page data of the file is not authenticated."""
+    if envelope.algorithm is Algorithm.AES_GCM_CTR_V1:
+        raise DecryptionError(
+            f"{path} is encrypted with AES_GCM_CTR_V1, and the configuration rejects such files.",
+            hint="If page data need not be authenticated, set `ctr_files: allow` under `reading`.",
+        )
+
+
+def check_footer_key(table_check: TableCheck, path: str, envelope: FooterEnvelope, keys: KeySource) -> None:
+    """Refuse an encrypted file whose footer is not under its table's key, before that key is unwrapped.
+
+    Raises:
+        TableMismatchError: The key or the algorithm is not the table's.
+        KeyMaterialError: The key metadata is not valid.
+    """
+    if envelope.algorithm is not None:
+        key = seen_key(keys, envelope.key_metadata, None)
+        table_check.refuse(path, table_check.footer_mismatches(envelope.algorithm, key))
+
+
+def check_column_keys(table_check: TableCheck, path: str, footer: Footer, keys: KeySource) -> None:
+    """Refuse an encrypted file whose columns are not under their table's keys, before these are unwrapped.
+
+    A column whose key metadata is not valid is skipped: it cannot be read.
+
+    Raises:
+        TableMismatchError: A key is not the table's, or a column is in plaintext and the table has a key for it.
+        ConfigurationError: The table has two keys for one of the columns.
+    """
+    if footer.mode is FooterMode.UNENCRYPTED or not footer.row_groups:
+        return
+    seen = []
+    for column in footer.columns:
+        key = None
+        if column.encryption is ColumnEncryption.COLUMN_KEY:
+            try:
+                key = seen_key(keys, column.key_metadata, column.path)
+            except KeytoolsError:
+                continue
+        seen.append(SeenColumn(column.path, column.encryption, key))
+    footer_key = seen_key(keys, footer.key_metadata, None)
+    table_check.refuse(path, table_check.column_mismatches(footer_key, seen))
+
+
+def _with_own_key(columns: Iterable[FooterColumn]) -> list[FooterColumn]:
+    return [column for column in columns if column.encryption is ColumnEncryption.COLUMN_KEY]
+
+
+def _open_columns(
+    opened: OpenedFile, wanted: Sequence[FooterColumn], table_check: TableCheck | None, *, holds_metadata: bool
+) -> OpenedFile:
+    footer = opened.footer
+    not_wanted: frozenset[tuple[str, ...]] = frozenset()
+    if len(wanted) < len(footer.columns):
+        kept = {column.ordinal for column in wanted}
+        not_wanted = frozenset(column.path for column in footer.columns if column.ordinal not in kept)
+        reason = KeyNotAvailableError("it was not asked for when the file was opened.")
+        opened.denied.update(dict.fromkeys(not_wanted, reason))
+    columns = _with_own_key(wanted)
+    outcomes = opened.retriever.column_deks([(column.path, column.key_metadata) for column in columns])
+    refused = frozenset(
+        column.path
+        for column, outcome in zip(columns, outcomes, strict=True)
+        if isinstance(outcome, KEY_REFUSALS)
+        and table_check is not None
+        and _is_refused(opened, column, outcome, table_check)
+    )
+    for column, outcome in zip(columns, outcomes, strict=True):
+        if isinstance(outcome, KeytoolsError):
+            opened.denied[column.path] = outcome
+        else:
+            opened.deks[column.path] = outcome
+    # Arrow aborts the process on column metadata that does not decrypt, so it must not be the first to try.
+    for column in wanted:
+        if column.path in opened.denied:
+            continue
+        try:
+            footer.check_column(column, opened.deks.get(column.path), holds_metadata=holds_metadata)
+        except KeytoolsError as error:
+            name_place(error, opened.location, footer.columns)
+            opened.denied[column.path] = error
+            opened.deks.pop(column.path, None)
+    return dataclasses.replace(opened, refused=refused, not_wanted=not_wanted)
+
+
+def _is_refused(opened: OpenedFile, column: FooterColumn, error: KeytoolsError, table_check: TableCheck) -> bool:
+    """Return whether the KMS refuses the key that the table names for a column, and not another key."""
+    material = opened.retriever.material(column.key_metadata)
+    key = seen_key(opened.retriever, column.key_metadata, column.path)
+    paths = [leaf.path for leaf in opened.footer.columns]
+    return (
+        material is not None
+        and table_check.names_key(column.path, paths, key)
+        and opened.kms_keys.refuses_key(material, error)
+    )
+
+
+def _check_algorithm(opened: OpenedFile) -> None:
+    """Refuse a file that claims AES-CTR and was written with AES-GCM; pyarrow would trust it."""
+    with open_source(opened.location) as source, naming_place(opened.location, opened.footer.columns):
+        check_stated_algorithm(source, opened.footer, opened.deks)
+
+
 @contextlib.contextmanager
 def naming_place(location: FileLocation, columns: Sequence[FooterColumn] = ()) -> Iterator[None]:
-    """Say in errors which file does not decrypt, and the name of the column; those below know ordinals only."""
+    """Name the file and the column in decryption errors; lower layers know only ordinals."""
     try:
         yield
     except DecryptionError as error:
@@ -193,20 +486,22 @@ def naming_place(location: FileLocation, columns: Sequence[FooterColumn] = ()) -
 
 
 def name_place(error: KeytoolsError, location: FileLocation, columns: Sequence[FooterColumn]) -> None:
-    """Say in an error of what does not decrypt which file it is, and the name of the column."""
+    """Name the file and the column in a decryption error."""
     if isinstance(error, DecryptionError):
         error.path = str(location)
         if error.column_ordinal is not None and error.column_ordinal < len(columns):
             error.column = ".".join(columns[error.column_ordinal].path)
 
 
+# --- files that change ---
+
+
 def as_verified(opened: OpenedFile, source: ByteSource) -> ByteSource:
     """Return a file as it was when its footer was verified.
 
-    The data is read from there; the footer is always the one that was verified, and is not read again: nothing
-    authenticates the beginning of an encrypted footer, and who parses the file must not see another one than was
-    checked. Keys are rotated while files are read: the file has a footer with other key metadata then, and the
-    same data.
+    The data is read from the file. The footer is the verified one and is not read again, because the beginning of
+    an encrypted footer is not authenticated, and a parser must not see another one than was checked. If keys were
+    rotated meanwhile, the file has a footer with other key metadata, and the same data.
 
     Raises:
         FileChangedError: It is another file, or was altered.
@@ -222,7 +517,7 @@ def as_verified(opened: OpenedFile, source: ByteSource) -> ByteSource:
 
 
 def _has_new_key_metadata(opened: OpenedFile, source: ByteSource) -> bool:
-    """Return whether a file has the data of the one that was opened, and another footer under the same DEK."""
+    """Return whether a file has the data of the opened file, and another footer under the same DEK."""
     was = opened.footer
     try:
         now = read_envelope(source)
@@ -237,7 +532,7 @@ def _has_new_key_metadata(opened: OpenedFile, source: ByteSource) -> bool:
 
 
 class WithTail:
-    """The data of a file, and another tail than lies there: one that was verified, or that is to come."""
+    """The data of a file with another tail: the verified one, or one that will be written."""
 
     def __init__(self, source: ByteSource, offset: int, tail: bytes) -> None:
         self.path = source.path
@@ -247,7 +542,7 @@ class WithTail:
         self._tail = tail
 
     def read_at(self, offset: int, length: int) -> bytes | memoryview:
-        """Return bytes of the file as it is with the tail."""
+        """Return bytes of the file with this tail."""
         start = self._offset
         if offset + length <= start:
             return self._source.read_at(offset, length)
@@ -257,79 +552,61 @@ class WithTail:
         return data + self._tail[max(offset - start, 0) : offset + length - start]
 
 
-_LOOKS = 8
-"""How often files are opened for one read, where others replace them all the time."""
+_ATTEMPTS = 8
+"""How often files are opened for one read if they keep changing."""
 
 
 def read_again_if_changed(read: Callable[[], T]) -> T:
-    """Read files, and again where one is another file than a moment ago: a new look tells that from an attack.
+    """Call a function that reads files, and again if a file changed: another look tells a change from an attack.
 
     Raises:
-        FileChangedError: Each look found a file that changed.
+        FileChangedError: A file changed in each attempt.
     """
-    for _ in range(_LOOKS - 1):
+    for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(FileChangedError):
             return read()
     return read()
 
 
+# --- files that share keys ---
+
 MOST_REMEMBERED = 100_000
-"""How many files are remembered; the one that was opened first is forgotten first."""
+"""Maximum number of files that are remembered; the oldest are forgotten first."""
 
 REMEDY = "Remove copies, and give the others keys of their own: `parquet-keytools rekey FOLDER --in-place`."
 
 
-class KnownFiles:
-    """Digest of data key and file unique -> the file that has them; of all worker processes together."""
-
-    def __init__(self, files: MutableMapping[bytes, FileLocation] | None = None) -> None:
-        self._files = {} if files is None else files
-        self._lock = ForkSafeLock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        shared = shared_with_workers(self._files)
-        if shared is not None:
-            self._files = shared
-        # Another program has opened other files.
-        return KnownFiles, () if shared is None else (shared,)
-
-    def remember(self, digest: bytes, location: FileLocation, *, first_stays: bool) -> FileLocation:
-        """Remember a file; return the file that is remembered with this digest: another one, or this one."""
-        with self._lock:
-            # One step, also where worker processes do it at the same time.
-            found = self._files.setdefault(digest, location)
-            if not first_stays and found != location:
-                self._files[digest] = location
-            if isinstance(self._files, dict) and len(self._files) > MOST_REMEMBERED:
-                del self._files[next(iter(self._files))]
-        return found
-
-    def forget(self, digest: bytes) -> None:
-        """Forget the file that is remembered with a digest."""
-        with self._lock:
-            self._files.pop(digest, None)
-
-
 class FileIdentities:
-    """Remembers the files of one folder, or all that one process opened. May be used by any number of threads.
+    """Remembers the files of one folder, or all files of a process. Thread-safe.
 
-    In worker processes it remembers those of all of them.
+    Copies in worker processes share what they remember; other copies begin empty.
 
     Args:
-        refuses: Whether a file with keys of another one is refused, as in a folder; else there is a warning.
+        refuses: Whether a file with the keys of another one is refused, as in a folder, or only warned of.
     """
 
     def __init__(self, *, refuses: bool) -> None:
         self._refuses = refuses
-        # What is remembered of a data key is no hash that anybody else could make.
+        # So that no one else can compute the digests of data keys.
         self._salt = secrets.token_bytes(16)
-        self._known = KnownFiles()
+        self._files: MutableMapping[bytes, FileLocation] = {}
+        self._lock = ForkSafeLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        shared = shared_with_workers(self._files)
+        if shared is not None:
+            self._files = shared
+        return {"_refuses": self._refuses, "_salt": self._salt, "_files": shared or {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = ForkSafeLock()
 
     def compare(self, opened: OpenedFile) -> None:
         """Remember a file; refuse it, or warn, if it shares data key and file unique with another one.
 
-        There is no warning of a file that was moved or replaced since, nor of the same bytes elsewhere, as in a
-        backup: there is nothing to be exchanged.
+        There is no warning if the other file was moved or replaced since, or has the same bytes, as in a backup:
+        no module could be exchanged.
 
         Raises:
             ReusedKeysError: It does, and is refused.
@@ -343,8 +620,9 @@ class FileIdentities:
         if other is None:
             return
         if self._refuses and not _is_there(other, file_unique):
-            # It was moved here, or replaced there: a view lives longer than files keep their names.
-            self.forget(dek, file_unique)
+            # The file was moved here, or the other one was replaced: views live longer than names of files.
+            with self._lock:
+                self._files.pop(self._digest(dek, file_unique), None)
             self.other(opened.location, dek, file_unique)
             return
         if not (self._refuses or _differs(other, opened)):
@@ -359,30 +637,32 @@ class FileIdentities:
         warn_caller(str(error))
 
     def other(self, location: FileLocation, footer_dek: SecretBytes, file_unique: bytes) -> FileLocation | None:
-        """Remember a file; return another one that was opened before with the same data key and file unique.
+        """Remember a file; return another file that was opened before with the same data key and file unique.
 
-        One file under two names, by way of links, is no other one.
+        One file under two names, through links, is not another file.
 
         Args:
             location: The file.
-            footer_dek: Of its footer.
+            footer_dek: The DEK of its footer.
             file_unique: The random part of its AAD (spec 4.4.1).
         """
-        # Who is refused once is refused again when it is opened again: the first file is the one that stays.
         digest = self._digest(footer_dek, file_unique)
-        found = self._known.remember(digest, location, first_stays=self._refuses)
+        with self._lock:
+            # One step, because worker processes may do it at the same time.
+            found = self._files.setdefault(digest, location)
+            # With `refuses`, the first file stays, so that the other one is refused again.
+            if not self._refuses and found != location:
+                self._files[digest] = location
+            if isinstance(self._files, dict) and len(self._files) > MOST_REMEMBERED:
+                del self._files[next(iter(self._files))]
         return None if found == location or found.is_same_file(location) else found
-
-    def forget(self, footer_dek: SecretBytes, file_unique: bytes) -> None:
-        """Forget the file that is remembered with this data key and file unique."""
-        self._known.forget(self._digest(footer_dek, file_unique))
 
     def _digest(self, footer_dek: SecretBytes, file_unique: bytes) -> bytes:
         return hashlib.sha256(self._salt + footer_dek.reveal() + file_unique).digest()[:16]
 
 
 def _is_there(location: FileLocation, file_unique: bytes) -> bool:
-    """Tell whether a file is still there, as far as its file unique says; who cannot look says that it is."""
+    """Return whether a file with this file unique is still there, or cannot be read."""
     try:
         with open_source(location) as source:
             return (read_envelope(source).aad_file_unique or b"") == file_unique
@@ -393,11 +673,9 @@ def _is_there(location: FileLocation, file_unique: bytes) -> bool:
 
 
 def _differs(location: FileLocation, opened: OpenedFile) -> bool:
-    """Tell whether another file is there that has the file unique of the one that was opened, and other data."""
+    """Return whether another file has the file unique of the opened one, and other data."""
     try:
-        with open_source(location) as source:
-            envelope = read_envelope(source)
+        envelope, tail = _read_envelope(location)
     except (KeytoolsError, OSError):
         return False
-    is_copy = VerifiedTail.of(envelope) == opened.tail
-    return not is_copy and envelope.aad_file_unique == opened.footer.envelope.aad_file_unique
+    return tail != opened.tail and envelope.aad_file_unique == opened.footer.envelope.aad_file_unique

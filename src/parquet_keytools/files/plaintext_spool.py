@@ -1,7 +1,7 @@
-"""Plaintext files that are collected before they can be encrypted: a Parquet file says at its end what it is.
+"""Plaintext files that are collected before they are encrypted, because a Parquet footer comes last.
 
-The first bytes stay in memory. What is more goes to a temporary file, encrypted under a key that only this process
-ever has: no plaintext touches a disk, and what is left of a killed process is worth nothing.
+The first bytes stay in memory. All others go to a temporary file, encrypted with a key that only this process has:
+no plaintext is written to a disk, and the temporary file of a killed process is useless.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from parquet_keytools.storage.locations import FileLocation
 
 SEGMENT_BYTES = 1024 * 1024
 MEMORY_BYTES = 64 * 1024 * 1024
-"""What all files of one room keep in memory together, beside the segment of each that is being filled."""
+"""How much all files of one room keep in memory, in addition to the last segment of each."""
 
 _KEY_BITS = 256
 _SLOT_BYTES = SEGMENT_BYTES + TAG_LENGTH
 _CACHED_SEGMENTS = 4
-"""Decrypted segments of a file: one for each thread that reads it, and one for the walk over its pages."""
+"""Decrypted segments of a file: one for each thread that reads it, and one for the page walk."""
 
 
 class SpoolRoom:
-    """Room for the segments of any number of plaintext files, and for any number of threads.
+    """Room for the segments of any number of plaintext files; thread-safe.
 
     Args:
-        target: Where the files will be. The temporary file is on the same disk, or in the folder for temporary
-            files if that is no disk of this machine.
-        memory_bytes: How many bytes may be in memory.
+        target: Where the files will be. The temporary file is on the same disk if that is local, otherwise in the
+            folder for temporary files.
+        memory_bytes: Maximum number of bytes in memory.
     """
 
     def __init__(self, target: FileLocation, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -53,11 +53,11 @@ class SpoolRoom:
         self._stored = 0
 
     def put(self, data: bytearray) -> StoredSegment | bytearray:
-        """Keep a segment; what is returned is for `get` and `free`.
+        """Keep a segment, and return a handle for `get` and `free`.
 
         Raises:
             StorageFailedError: There is no space for it.
-            OutputError: This is a forked child: it would use nonces and places in the file a second time.
+            OutputError: This is a forked child, which would reuse nonces and slots of the file.
         """
         refuse_in_child(self._owner, self._target)
         with self._lock:
@@ -71,7 +71,7 @@ class SpoolRoom:
             slot = self._free.pop() if self._free else self._slots
             self._slots = max(self._slots, slot + 1)
             self._stored += 1
-            # No two segments have the same nonce, so one that was moved within the file does not authenticate.
+            # Nonces are unique, so a segment that was moved within the file does not authenticate.
             stored = StoredSegment(slot, len(data), self._stored.to_bytes(NONCE_LENGTH, "big"))
         sealed = bytearray(len(data) + TAG_LENGTH)
         self._cipher.encrypt_into(stored.nonce, data, b"", sealed)
@@ -103,7 +103,7 @@ class SpoolRoom:
         return plaintext
 
     def free(self, kept: StoredSegment | bytearray) -> None:
-        """Forget a segment; a forked child leaves it to its parent.
+        """Forget a segment, except in a forked child.
 
         The garbage collector may call this at any time, also in a thread that has the lock.
         """
@@ -127,13 +127,7 @@ class SpoolRoom:
 
 
 class StoredSegment(NamedTuple):
-    """A segment in the temporary file.
-
-    Attributes:
-        slot: Where it is.
-        length: Of its plaintext, in bytes.
-        nonce: What it was encrypted with.
-    """
+    """A segment in the temporary file: its slot, the length of its plaintext in bytes, and its nonce."""
 
     slot: int
     length: int
@@ -141,11 +135,11 @@ class StoredSegment(NamedTuple):
 
 
 class PlaintextSpool:
-    """A plaintext file: written in order by one thread, then read by ranges by any number of threads.
+    """A plaintext file: written in order by one thread, then read in ranges by any number of threads.
 
     Attributes:
-        path: Name of the file that it is for, for error texts.
-        size_bytes: How much was written.
+        path: Name of the final file, for error messages.
+        size_bytes: Number of bytes written.
     """
 
     def __init__(self, room: SpoolRoom, path: str) -> None:
@@ -158,7 +152,7 @@ class PlaintextSpool:
         self._lock = ForkSafeLock()
 
     def write(self, data: Bytes) -> int:
-        """Append bytes; returns how many."""
+        """Append bytes; return how many."""
         view = memoryview(data).cast("B")
         start = 0
         while start < len(view):
@@ -172,11 +166,7 @@ class PlaintextSpool:
         return len(view)
 
     def read_at(self, offset: int, length: int) -> memoryview:
-        """Return a range, without a copy if it is in one segment.
-
-        Raises:
-            ParquetFormatError: It is not in the file.
-        """
+        """Return a range, without a copy if it is in one segment; raise `ParquetFormatError` if it is outside."""
         check_range(self, offset, length)
         ordinal, start = divmod(offset, SEGMENT_BYTES)
         if start + length <= SEGMENT_BYTES:
@@ -214,7 +204,7 @@ class PlaintextSpool:
 
 
 def _folder_of(target: FileLocation) -> str | None:
-    """Return the folder of a file, as far as there is one already; None for that for temporary files."""
+    """Return the nearest existing folder of a local file; None stands for the default for temporary files."""
     if not target.is_local:
         return None
     folder = Path(target.path).parent

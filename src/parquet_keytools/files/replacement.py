@@ -1,4 +1,4 @@
-"""How a Parquet file changes together with its key material (docs/adr/0005): the one way of all writers."""
+"""How a Parquet file is put in place together with its key material (docs/adr/0005), by all writers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _FILES_AT_A_TIME = 16
 
 @dataclass(frozen=True)
 class NewKeyMaterial:
-    """What lies beside a new Parquet file when it is in its place.
+    """The key material of a new Parquet file.
 
     Attributes:
-        parquet_file: Where the file will be, by the name that its key material has.
-        key_materials: Its key material by reference; None where it keeps it inside, or has none.
+        parquet_file: Where the file will be; the name of its key material file follows from it.
+        key_materials: External key material by reference; None if there is none.
     """
 
     parquet_file: FileLocation
@@ -51,7 +51,7 @@ class NewKeyMaterial:
 
 
 def existing_key_materials(parquet_file: FileLocation) -> dict[str, KeyMaterial]:
-    """Return the key material beside a Parquet file; none where one of the two is not there."""
+    """Return the external key material of a Parquet file; empty if one of the two files does not exist."""
     if key_material_location(parquet_file).info().type == pafs.FileType.NotFound:
         return {}
     if parquet_file.info().type == pafs.FileType.NotFound:
@@ -67,19 +67,19 @@ def replacement(
     key_material: NewKeyMaterial | None = None,
     locked_folder: str | None = None,
 ) -> Iterator[PendingOutput]:
-    """Write what takes the place of a file; it does so when the block ends and nobody else changed the file.
+    """Write a file that replaces another one when the block ends, unless that one was changed.
 
-    It gets owner, permissions and attributes of the file. Where a link leads is what is replaced.
+    The new file gets the owner, permissions and attributes of the old one. A link stays; its target is replaced.
 
     Args:
-        location: The file.
-        check: Raises if it is no longer the one that was read.
-        key_material: What lies beside it then; None leaves that as it is.
-        locked_folder: Path of a folder whose lock the caller has.
+        location: The file to replace.
+        check: Raises an error if the file changed after it was read.
+        key_material: The new key material; None leaves a key material file as it is.
+        locked_folder: Path of a folder that the caller has locked.
 
     Raises:
-        KeytoolsError: What `check` raises; the file stays as it is.
-        ChangedMeanwhileError: The file changed after that; it stays as it is.
+        KeytoolsError: Any error of `check`; the file is unchanged.
+        ChangedMeanwhileError: The file changed after `check`; it is not replaced.
     """
     target = real_location(location)
     is_locked = folder_path(target) == locked_folder
@@ -96,20 +96,20 @@ def replacement(
 def put_in_place(
     pending: PendingOutput, new: NewKeyMaterial, *, check: Check | None = None, is_locked: bool = False
 ) -> None:
-    """Put a complete Parquet file in its place, and its key material beside it.
+    """Put a complete Parquet file and its key material in place.
 
-    At each moment, also after a crash, the Parquet file that is there finds its key material: first there is key
-    material that fits the old file and the new one, then the new file, and then the old keys are taken out.
+    At each moment, also after a crash, the current Parquet file has its key material: first comes key material for
+    the old file and the new one, then the new file, and then the old keys are removed.
 
     Args:
         pending: The file.
         new: Its key material.
-        check: As with `PendingOutput.commit`.
-        is_locked: Whether the caller has the lock of the folder.
+        check: See `PendingOutput.commit`.
+        is_locked: Whether the caller has locked the folder.
 
     Raises:
-        OutputError: Another writer made the file meanwhile, or it cannot be written.
-        ChangedMeanwhileError: As with `PendingOutput.commit`.
+        OutputError: Another writer created the file meanwhile, or it cannot be written.
+        ChangedMeanwhileError: See `PendingOutput.commit`.
     """
     pending.sync()
     with contextlib.nullcontext() if is_locked else exclusive_folder(pending.target):
@@ -117,21 +117,20 @@ def put_in_place(
 
 
 def put_all_in_place(outputs: Iterable[tuple[PendingOutput, NewKeyMaterial]], *, durable: bool = True) -> None:
-    """Put complete Parquet files in their places, each as `put_in_place` does.
+    """Put complete Parquet files in place, each as `put_in_place` does, but many at a time.
 
-    All are on the disk before the first appears. Disks and stores take many files at a time faster than one after
-    the other.
+    All are synced to the disk before the first appears.
 
     Args:
-        outputs: The files, and what lies beside each.
-        durable: Whether they are synced to the disk: the files, if they were begun as durable, and their folders.
+        outputs: The files and their key material.
+        durable: Whether folders are synced, and files that were begun as durable.
 
     Raises:
-        OutputError: As with `put_in_place`. Some files may be in their places then, each of them whole.
+        OutputError: See `put_in_place`. Some files may be in place then, each of them complete.
     """
     folders: dict[str, list[tuple[PendingOutput, NewKeyMaterial]]] = {}
     for pending, new in outputs:
-        # Objects of a store have no folder that would be locked or synced.
+        # Objects in a store have no folder to lock or sync.
         path = PurePosixPath(pending.target.path)
         folders.setdefault(str(path.parent if pending.target.is_local else path), []).append((pending, new))
     if durable:
@@ -148,7 +147,7 @@ def _put_in_folder(outputs: Sequence[tuple[PendingOutput, NewKeyMaterial]], *, d
 def _place(
     outputs: Sequence[tuple[PendingOutput, NewKeyMaterial]], check: Check | None = None, *, durable: bool = True
 ) -> None:
-    """Put files of one folder in their places; old keys go when it is on the disk that the new files are there."""
+    """Put files of one folder in place; old keys are removed after the new file names are on the disk."""
     finishes = [_place_one(pending, new, check) for pending, new in outputs]
     if durable or any(new.key_materials is not None for _, new in outputs):
         sync_folder(outputs[0][0].target)
@@ -163,18 +162,18 @@ def _place_one(pending: PendingOutput, new: NewKeyMaterial, check: Check | None)
         return lambda: remove_key_materials(parquet_file, pending.folder)
     if check is not None:
         check()
-    # As it is now: a rotation may have replaced it since the file was opened.
+    # Read again: a rotation may have replaced it since the file was opened.
     existing = existing_key_materials(parquet_file)
     if not existing.keys().isdisjoint(key_materials):
         raise written_meanwhile(parquet_file)
     before = _content(parquet_file)
-    # A file that is replaced by another version of itself hands its owner and permissions on.
+    # A new version of a file keeps its owner and permissions.
     like = None if check is None else pending.target
     write_key_materials(parquet_file, {**existing, **key_materials}, like=like, folder=pending.folder)
     try:
         pending.commit(check, syncs_folder=False)
     except (ChangedMeanwhileError, TargetExistsError):
-        # Only then it is certain that the new file is not in its place: without its key material it would be lost.
+        # Only these errors mean that the new file, which needs its key material, is not in place.
         _take_back(parquet_file, before, {**existing, **key_materials}, pending.folder)
         raise
     if not existing:
@@ -195,7 +194,7 @@ def _take_back(
     placed: Mapping[str, KeyMaterial],
     folder: FolderIdentity | None,
 ) -> None:
-    """Put back what lay beside a file whose successor is not in its place, if nobody changed it meanwhile."""
+    """Restore a key material file after its new Parquet file was not put in place, unless it changed again."""
     with contextlib.suppress(KeytoolsError, OSError):
         if _content(parquet_file) == serialise_key_materials(placed):
             if before is None:

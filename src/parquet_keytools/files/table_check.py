@@ -1,8 +1,8 @@
-"""Whether a file is what its table says: the one answer, for every reader, for the verifier, and for Spark.
+"""Whether a file matches its table: the one answer, for every reader, for the verifier, and for Spark.
 
-What is compared is which keys a file is under, not what is encrypted with them: key metadata of the footer can be
-anybody's before the footer is authentic, and key material beside the file always can. That is enough, for the KMS
-unwraps only under the very master key that was compared: who names another one than was used gets no key.
+The comparison covers the keys that a file names. An attacker can change these names, in a footer that is not
+authenticated yet and in a key material file. But the KMS unwraps a key only with the master key that was compared,
+so a false name gives no key.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.printable import is_url
 
 _MOST_SCHEMAS = 64
-"""So many schemas are remembered a table; the files of a data set have one, or a few."""
+"""How many schemas are remembered for a table; the files of a data set have one, or a few."""
 
 _HINT = (
-    "Name the table that it is of. If it is of this one, from before a change of keys, say so in the "
-    "configuration: `also_trusted` of the table, or `moves` under `rotation`; or rekey it from a table that "
-    "describes it as it is. If neither is so, somebody put it there."
+    "Name the table of the file. If it belongs to this table and was written before a change of keys, add the old "
+    "key to `also_trusted` of the table, or to `moves` under `rotation`; or rekey the file from a table that "
+    "describes it as it is. Otherwise, the file does not belong here."
 )
 _WITHOUT_METADATA = "a key that the file does not name"
 
@@ -58,8 +58,8 @@ class SeenColumn:
 
     Attributes:
         path: Names from below the root to the leaf.
-        encryption: What it is encrypted with.
-        key: Its own key; None with another one, and where the file does not say which it is.
+        encryption: Which kind of key encrypts it.
+        key: Its own key; None if it has none, or the file does not name it.
     """
 
     path: ColumnPath
@@ -69,12 +69,12 @@ class SeenColumn:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a table has for a column.
+    """The key of a column in a table.
 
     Attributes:
-        key: The key that it names; None for plaintext.
-        trusted: The keys that the column may be under.
-        text: What messages call it.
+        key: The key that the table names; None for plaintext.
+        trusted: All keys that may encrypt the column.
+        text: Its description in messages.
     """
 
     key: KeyReference | None
@@ -83,15 +83,10 @@ class _Wanted:
 
 
 class TableCheck:
-    """Compares files with one table of a configuration.
+    """Compares files with one table of a configuration; thread-safe.
 
-    Trust is the table's: a key is good for footer or column where the table names it for that, where a move under
-    `rotation` has it at one end and the key that the table names at the other, or where the table has it under
-    `also_trusted`. May be used by any number of threads.
-
-    Attributes:
-        table_name: Name of the table.
-        settings: Its settings.
+    A key is trusted for the footer or a column if the table names it for that, if a move under `rotation` connects
+    it with the key that the table names, or if the table lists it under `also_trusted`.
     """
 
     def __init__(
@@ -102,17 +97,16 @@ class TableCheck:
         ignores_case: bool = False,
         moves: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Resolve the names of keys; the KMS is asked nothing.
+        """Resolve the names of keys, without a KMS call.
 
         Args:
-            configuration: Where the table is.
+            configuration: The configuration.
             table_name: The table.
-            ignores_case: Whether the reader of its files makes no difference between names of columns that differ
-                in the case of letters.
-            moves: Old and new master key of each move that is under way, beside those under `rotation`.
+            ignores_case: Whether the reader of the files ignores the case of column names.
+            moves: Old and new master key of each current move, in addition to those under `rotation`.
 
         Raises:
-            ConfigurationError: There is no such table, or it names a key that is not declared.
+            ConfigurationError: The table does not exist, or names a key that is not declared.
         """
         self.table_name, self.settings = configuration.select_table(table_name)
         table = self.settings
@@ -134,27 +128,27 @@ class TableCheck:
         self._schemas: dict[tuple[ColumnPath, ...], list[_Wanted]] = {}
 
     def check_patterns(self, leaf_paths: Sequence[ColumnPath]) -> None:
-        """Raise `ConfigurationError` where the patterns of the table do not fit a file with these columns."""
+        """Raise `ConfigurationError` if the patterns of the table do not fit a file with these columns."""
         resolve_columns(self._configuration, self.table_name, leaf_paths)
 
     def names_key(self, path: ColumnPath, leaf_paths: Sequence[ColumnPath], key: KeyReference | None) -> bool:
-        """Return whether a key is the very one that the table names for a column, and not one in its place."""
+        """Return whether a key is the one that the table names for a column, and not only trusted."""
         wanted = dict(zip(leaf_paths, self._of_schema(leaf_paths), strict=True)).get(path)
         return wanted is not None and wanted.key is not None and wanted.key == key
 
     def loses_by_move(self, old_master_key_id: str, new_master_key_id: str) -> bool:
-        """Return whether files that are re-wrapped from one master key to another are refused from then on."""
+        """Return whether files that are moved from one master key to another will be refused."""
         old, new = MasterKeyReference(old_master_key_id), MasterKeyReference(new_master_key_id)
         return any(old in trusted and new not in trusted for trusted in self._trusted.values())
 
     def keyed(self, names: Collection[str]) -> dict[str, str]:
-        """Return which names of top-level columns patterns of the table put under a key, as a whole or in parts.
+        """Return the names of top-level columns that the table encrypts, completely or in part.
 
         Returns:
             Name of the column -> name of the key.
 
         Raises:
-            ConfigurationError: The table has two keys for one of them.
+            ConfigurationError: The table has two keys for one of the columns.
         """
         columns = resolve_columns(
             self._configuration,
@@ -169,21 +163,20 @@ class TableCheck:
 
     @functools.cached_property
     def listed_names(self) -> frozenset[str]:
-        """Names, folded, of columns and parents of columns that `column_keys` lists letter by letter."""
+        """Folded names of columns, and of parents of columns, that `column_keys` lists without globs."""
         patterns = [pattern for patterns in self._column_keys.values() for pattern in patterns]
         parts = [pattern.split(".") for pattern in patterns]
         names = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
         return frozenset(_folded(name) for name in names if not WILDCARD.search(name))
 
     def refuse_folder_names(self, paths: Iterable[str], *, is_planned: bool = False) -> None:
-        """Refuse to leave values of columns under a key in the names of folders, where everyone reads them.
+        """Refuse values of encrypted columns in the names of folders, where they are readable.
 
-        A column that is named letter by letter is missed in the files; a glob may fit others. Columns that are
-        encrypted without being listed only get a warning, if the folders are there already.
+        For columns that are encrypted without being listed, existing folders only cause a warning.
 
         Args:
-            paths: Of files, from the folder of the data set on.
-            is_planned: Whether the folders are to be made; else they are there.
+            paths: Paths of files, relative to the folder of the data set.
+            is_planned: Whether the folders will be created, or exist.
 
         Raises:
             ConfigurationError: There is such a column, or the table has two keys for it.
@@ -219,7 +212,7 @@ class TableCheck:
         return any(fnmatchcase(folded(name), folded(pattern)) for pattern in self._plaintext_columns)
 
     def _listed_key(self, name: str) -> str | None:
-        """Return the key of a pattern that names a column in another spelling, or a part that no file may have."""
+        """Return the key of a pattern that names a column in another spelling, or a part of it."""
         folded = _folded(name)
         for key_name, patterns in self._column_keys.items():
             if any(f"{_folded(pattern)}.".startswith(f"{folded}.") for pattern in patterns):
@@ -227,7 +220,7 @@ class TableCheck:
         return None
 
     def footer_mismatches(self, algorithm: Algorithm, key: KeyReference | None) -> list[TableMismatch]:
-        """Return what is wrong with algorithm and key of a footer; to be called before that key is asked for."""
+        """Return the mismatches of algorithm and key of a footer; to be called before that key is unwrapped."""
         found = []
         if algorithm is not self._algorithm:
             found.append(TableMismatch("algorithm", None, self._algorithm.value, algorithm.value))
@@ -238,10 +231,10 @@ class TableCheck:
     def column_mismatches(
         self, footer_key: KeyReference | None, columns: Sequence[SeenColumn]
     ) -> list[TableMismatch]:
-        """Return what is wrong with columns; to be called before their keys are asked for.
+        """Return the mismatches of columns; to be called before their keys are unwrapped.
 
-        A column under the footer's DEK is under the footer's key. One that the table has in plaintext may be under
-        any of the table's keys, for then it was made by somebody who has one.
+        A column with the footer's DEK has the footer's key. A column that is plaintext in the table may have any
+        key of the table, because then its writer had one.
 
         Raises:
             ConfigurationError: The table has two keys for one of the columns.
@@ -264,7 +257,7 @@ class TableCheck:
             return
         hint = _HINT
         if any(mismatch.found == _WITHOUT_METADATA for mismatch in mismatches):
-            hint = f"Which data keys such files are under is said under `reading.keys_without_metadata`. {hint}"
+            hint = f"`reading.keys_without_metadata` names the data keys of such files. {hint}"
         raise TableMismatchError(path, self.table_name, mismatches, hint=hint)
 
     def _of_schema(self, paths: Sequence[ColumnPath]) -> list[_Wanted]:
@@ -291,20 +284,20 @@ class TableCheck:
 # --- names of folders ---
 
 FolderNames = Mapping[str, str]
-"""Name of a column to which a folder gives values -> the name of the folder."""
+"""Name of a column to which a folder gives values -> name of the folder."""
 
 _SEPARATOR = re.compile(r"[/\\]")
 
 
 @functools.lru_cache(maxsize=1_024)
 def names_in_folders(path: str) -> FolderNames:
-    """Return the names of columns to which the folders of a path give values, by any reader's rules.
+    """Return the names of columns to which the folders of a path give values, by the rules of any reader.
 
     Readers differ in what they decode first, in which `=` ends a name, and in whether a backslash separates
-    folders: every name counts that one of them may see. The name of the file itself gives no values.
+    folders. The name of the file itself gives no values.
 
     Args:
-        path: Of a file, as readers see it: links are not followed. It may be an address with a query.
+        path: Path of a file, without following links; or a URL, possibly with a query.
     """
     text = path.partition("?")[0] if is_url(path) else path
     found: dict[str, str] = {}
@@ -321,26 +314,24 @@ def names_in_folders(path: str) -> FolderNames:
 
 
 def partition_names(names: Iterable[str]) -> list[str]:
-    """Return the names that a writer means, of all that readers may see: decoded, and without a `=`."""
+    """Return the names that a writer can have meant: decoded, and without `=`."""
     return [name for name in names if "=" not in name and unquote(name) == name]
 
 
 def protected_names(
     names: Iterable[str], protected: Iterable[ColumnPath], table_check: TableCheck | None
 ) -> dict[str, str]:
-    """Return which names of folders mean a protected column: THE decision, for every reader and command.
+    """Return the names of folders that mean a protected column: the one decision, for every reader and command.
 
-    Whether names that differ in case are one column is a matter of the reader, so they are one here, and so are
-    different Unicode forms of a name.
+    Some readers ignore case, so names that differ in case, or in Unicode form, are the same here.
 
     Args:
         names: Names of columns to which folders give values.
-        protected: Leaf paths of columns that are under a key, in this file or in others of the data set. Parts of
-            a nested column protect its parents.
-        table_check: Of its table, whose `column_keys` protect columns that the file lacks; None without a table.
+        protected: Leaf paths of encrypted columns of this file, or of the data set. They protect their parents.
+        table_check: The table, whose `column_keys` also protect columns that the file lacks; None without a table.
 
     Returns:
-        The name that a folder has -> the name of the column.
+        Name in a folder -> name of the column.
     """
     folded = {name: _folded(name) for name in names}
     if not folded:
@@ -356,13 +347,10 @@ def protected_names(
 def refuse_values_of_folders(
     path: str, names: FolderNames, protected: Iterable[ColumnPath], table_check: TableCheck | None
 ) -> None:
-    """Refuse a file whose folders give values to a protected column; see `protected_names`.
+    """Raise `FolderNameError` if the folders of a file give values to a protected column.
 
-    Readers of data sets take the values of `name=value` folders for those of a column, also in place of values
-    that a file has. No key is needed to name a folder.
-
-    Raises:
-        FolderNameError: A folder gives values to such a column.
+    Readers of data sets use the values in `name=value` folders for a column, even if the file has values. Naming a
+    folder needs no key.
     """
     for name, column in protected_names(names, protected, table_check).items():
         raise FolderNameError(path, names[name], column)
@@ -371,11 +359,7 @@ def refuse_values_of_folders(
 def refuse_folders_above(
     location: FileLocation, protected: Iterable[ColumnPath], table_check: TableCheck | None
 ) -> None:
-    """Refuse a file that lies below folders which give values to a protected column; see `protected_names`.
-
-    Raises:
-        FolderNameError: A folder gives values to such a column.
-    """
+    """Raise `FolderNameError` if a folder above a file gives values to a protected column."""
     refuse_values_of_folders(str(location), names_in_folders(location.path), protected, table_check)
 
 
@@ -386,27 +370,27 @@ def _folded(name: str) -> str:
 
 
 class KeySource(Protocol):
-    """What finds the keys of a file; `FileKeyRetriever` does."""
+    """The keys of a file, as `FileKeyRetriever` finds them."""
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
-        """Return the key material that key metadata is or refers to; None where it is a data key's."""
+        """Return the key material of key metadata; None for a data key."""
         ...
 
     def name_without_metadata(self, column_path: ColumnPath | None) -> str | None:
-        """Return the name of the data key of what carries no key metadata: the footer (None), or a column."""
+        """Return the name of the data key of the footer (None) or a column without key metadata."""
         ...
 
 
 def seen_key(source: KeySource, key_metadata: bytes | None, column_path: ColumnPath | None) -> KeyReference | None:
-    """Return which key some key metadata means; None where neither the file nor the configuration says it.
+    """Return the key that key metadata names; None if neither the file nor the configuration names it.
 
     Args:
-        source: What the key itself will be asked for from: the key that is compared is the one that is used.
-        key_metadata: As the file carries it.
-        column_path: The column that it is of; None for the footer.
+        source: The same source as for the key itself, so that the compared key is the one that is used.
+        key_metadata: Key metadata in the file.
+        column_path: The column; None for the footer.
 
     Raises:
-        KeyMaterialError: It is not valid, or refers to key material that is not there.
+        KeyMaterialError: It is not valid, or refers to missing key material.
     """
     material = source.material(key_metadata)
     if material is not None:

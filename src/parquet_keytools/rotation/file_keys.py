@@ -1,4 +1,4 @@
-"""Which keys a file has: what its authentic footer refers to, in the footer or in its key material file."""
+"""The keys of files, which the authentic footer refers to, in the footer itself or in the key material file."""
 
 from __future__ import annotations
 
@@ -10,26 +10,96 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from parquet_keytools.config.key_policy import ColumnPath
 from parquet_keytools.encryption.aad import AadPrefix
-from parquet_keytools.encryption.footer import Footer, FooterEnvelope
+from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn, FooterMode
 from parquet_keytools.errors import (
+    ChangedMeanwhileError,
     KeyMaterialError,
     KeyNotAvailableError,
     KeytoolsError,
     KmsError,
     value_or_raise,
 )
-from parquet_keytools.files.opened_file import naming_place
+from parquet_keytools.files.opened_file import VerifiedTail, naming_place
 from parquet_keytools.keys.kek import dek_of
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import DataKeys, decode_master_key_id
 from parquet_keytools.keys.material_store import parse_key_materials, read_key_material_file
 from parquet_keytools.rotation.report import FileRotation
 from parquet_keytools.rotation.rewrapper import NewMaterial, RewrapTask, WrappedKey
-from parquet_keytools.rotation.tail import Tail, check_unchanged, read_tail
 from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation, key_material_location
+from parquet_keytools.storage.sources import ends_with, open_source
+
+# --- the file as it was read ---
+
+
+@dataclass(frozen=True)
+class Tail(VerifiedTail):
+    """The tail of a file as it was read. Its content is not verified yet.
+
+    Attributes:
+        state: The state of the file, see `file_state`, before it was read.
+    """
+
+    state: tuple[object, ...]
+
+
+def read_tail(location: FileLocation) -> tuple[Tail, FooterEnvelope]:
+    """Read the tail of a file, and the part of its footer that needs no key.
+
+    Raises:
+        ParquetFormatError: It is not a Parquet file.
+        OSError: It cannot be read.
+    """
+    # Before the file is read: a change during the read shows when the states are compared.
+    state = file_state(location)
+    with open_source(location) as source:
+        envelope = read_envelope(source)
+    offset, data = envelope.footer_offset, envelope.tail
+    return Tail(offset + len(data), offset, data, state), envelope
+
+
+def check_unchanged(location: FileLocation, tail: Tail) -> None:
+    """Raise `ChangedMeanwhileError` if a file changed after its tail was read, or is gone."""
+    try:
+        if file_state(location) == tail.state:
+            with open_source(location) as source:
+                if ends_with(source, tail.offset, tail.data):
+                    return
+    except FileNotFoundError:
+        pass
+    raise changed_while_rotated(location)
+
+
+def changed_while_rotated(location: FileLocation) -> ChangedMeanwhileError:
+    """Return the error for a file that changed during the rotation."""
+    return ChangedMeanwhileError(f"{location} changed while its keys were rotated.", hint="Try again.")
+
+
+def file_state(location: FileLocation) -> tuple[object, ...]:
+    """Return attributes of a file that change when it is replaced or written to.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+    """
+    if location.is_local:
+        return state_of_local(location.path)
+    if location.is_in_s3:
+        with location.filesystem.open_input_file(location.path) as file:
+            said = dict(file.metadata())
+            # Times are whole seconds: two rotations of one file may take less.
+            return file.size(), said.get("ETag") or said.get("Last-Modified")
+    info = location.info()
+    if info.size is None:
+        raise FileNotFoundError(f"there is no file {location}")
+    return info.size, info.mtime_ns
+
+
+# --- the keys of one file ---
 
 
 @dataclass(frozen=True)
@@ -37,8 +107,9 @@ class FileKey:
     """A wrapped key of a file.
 
     Attributes:
-        text: The same as it lies in the file: key metadata, or an entry of the key material file.
-        reference: Its name in the key material file; None where it is internal.
+        material: Its key material.
+        text: The same as stored: key metadata, or an entry of the key material file.
+        reference: Its name in the key material file; None if it is internal.
     """
 
     material: KeyMaterial = field(repr=False)
@@ -47,16 +118,14 @@ class FileKey:
 
     @property
     def wrapped_key(self) -> WrappedKey:
-        """What the KMS wrapped: the KEK, or with single wrapping the DEK."""
+        """The key that the KMS wrapped: the KEK, or with single wrapping the DEK."""
         return WrappedKey(decode_master_key_id(self.material.master_key_id), self.material.kms_wrapped_key)
 
 
 AadPrefixOf = Callable[[FileLocation, bytes | None], AadPrefix]
-"""Returns the AAD prefix that a file must have, given what `stated_aad_prefix` says; None takes what it stores."""
+"""Takes a file and the result of `stated_aad_prefix`, and returns the expected AAD prefix; None accepts any."""
 
 Unwrapped = Mapping[WrappedKey, SecretBytes | KmsError]
-"""What the KMS unwrapped, or why it did not."""
-
 
 _SECONDS_IN_THE_MAKING = 3600.0
 
@@ -71,15 +140,15 @@ class ExternalMaterial:
 
     @property
     def held(self) -> tuple[FileKey, ...]:
-        """Its keys, also those that the Parquet file does not refer to."""
+        """Its keys, including keys that the Parquet file does not refer to."""
         return tuple(self.by_reference.values())
 
     @property
     def may_be_in_the_making(self) -> bool:
-        """Whether a writer may just now put a Parquet file in place that needs entries which nobody refers to yet.
+        """Whether a writer may be about to put a Parquet file in place that refers to unreferenced entries.
 
-        Key material is written first (docs/adr/0005). On this machine a lock keeps such writers out; elsewhere
-        there is none, and only time tells.
+        Key material is written first (docs/adr/0005). A lock keeps out writers of this machine; for a store, only
+        the time since the last change shows it.
         """
         if self.location.is_local:
             return False
@@ -87,7 +156,7 @@ class ExternalMaterial:
         return changed_at is None or time.time() - changed_at.timestamp() < _SECONDS_IN_THE_MAKING
 
     def with_new(self, new_texts: Mapping[str, str], dropped: Collection[str]) -> bytes:
-        """Return the content with some entries replaced, and some left out; the others and their order stay."""
+        """Return the content with some entries replaced and some dropped; all others and their order stay."""
         texts = {reference: held.text for reference, held in self.by_reference.items() if reference not in dropped}
         return json.dumps({**texts, **new_texts}, separators=(",", ":")).encode()
 
@@ -96,7 +165,7 @@ def read_external_material(parquet_file: FileLocation) -> ExternalMaterial:
     """Read the key material file of a Parquet file.
 
     Raises:
-        KeyMaterialError: There is none, or it is not valid.
+        KeyMaterialError: The file does not exist, or is not valid.
     """
     location, content = key_material_location(parquet_file), read_key_material_file(parquet_file)
     materials = parse_key_materials(content, str(location))
@@ -107,19 +176,24 @@ def read_external_material(parquet_file: FileLocation) -> ExternalMaterial:
 
 @dataclass
 class FileKeys:
-    """The keys of one file.
+    """The keys of one file; a `KeySource`.
 
-    Before its footer is authentic only the key of the footer is known, and nothing that is said of it is proven.
+    Until the footer is authentic, only the key of the footer is known, and nothing about it is proven.
 
     Attributes:
-        envelope: What its footer says without a key.
-        external: Its key material file; None where no key metadata that was seen refers to it.
+        location: The file.
+        tail: Its tail as it was read.
+        envelope: The part of the footer that needs no key.
+        data_keys: The data keys that the caller manages.
+        external: Its key material file; None if no key metadata so far refers to it.
         internal: Key metadata that is key material -> the key.
+        footer: The authentic footer, after `open`.
     """
 
     location: FileLocation
     tail: Tail
     envelope: FooterEnvelope
+    data_keys: DataKeys
     external: ExternalMaterial | None = None
     internal: dict[bytes, FileKey] = field(default_factory=dict)
     footer: Footer | None = None
@@ -127,28 +201,28 @@ class FileKeys:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether the file is encrypted at all."""
+        """Whether the file is encrypted."""
         return self.envelope.mode is not FooterMode.UNENCRYPTED
 
     @property
     def referenced(self) -> list[FileKey]:
-        """The wrapped keys that key metadata refers to: the footer's first; those of columns once it is opened."""
+        """The wrapped keys that key metadata refers to: first the footer's, and after `open` the columns'."""
         return list(self._referenced.values())
 
     @property
     def unreferenced(self) -> list[FileKey]:
-        """Entries of the key material file that the authentic footer does not refer to: they are nobody's."""
+        """Entries of the key material file that the authentic footer does not refer to."""
         if self.external is None or (self.is_encrypted and self.footer is None):
             return []
         return [held for held in self.external.held if id(held) not in self._referenced]
 
     @property
     def footer_key(self) -> FileKey | None:
-        """The footer's key; None where a data key takes its place, or the key material file lacks it."""
+        """The footer's key; None if it is a data key, or missing in the key material file."""
         return self.key_of(self.envelope.key_metadata)
 
     def key_of(self, key_metadata: bytes | None) -> FileKey | None:
-        """Return the wrapped key that key metadata stands for; None for a data key."""
+        """Return the wrapped key of key metadata; None for a data key."""
         if key_metadata in self.internal:
             return self.internal[key_metadata]
         parsed = parse_key_metadata(key_metadata)
@@ -156,28 +230,22 @@ class FileKeys:
             return self.external.by_reference.get(parsed.reference)
         return None
 
+    def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
+        """Return the key material of key metadata; None for a data key."""
+        held = self.key_of(key_metadata)
+        return None if held is None else held.material
+
+    def name_without_metadata(self, column_path: ColumnPath | None) -> str | None:
+        """Return the name of a data key; see `DataKeys.name_without_metadata`."""
+        return self.data_keys.name_without_metadata(column_path)
+
     def column_keys(self) -> Iterator[tuple[FooterColumn, FileKey]]:
-        """Yield the columns of the authentic footer that have a wrapped key, and that key."""
+        """Yield the columns of the authentic footer that have a wrapped key, with that key."""
         if self.footer is not None and self.is_encrypted:
             for column in own_key_columns(self.footer):
                 held = self.key_of(column.key_metadata)
                 if held is not None:
                     yield column, held
-
-    def data_key(self, data_keys: DataKeys) -> SecretBytes:
-        """Return the data key of the footer.
-
-        Raises:
-            KeyNotAvailableError: It is not known.
-        """
-        parsed = parse_key_metadata(self.envelope.key_metadata)
-        name = parsed.name if isinstance(parsed, DataKeyId) else data_keys.footer_without_metadata
-        try:
-            return data_keys.find(name, "the footer")
-        except KeyNotAvailableError as error:
-            raise KeyNotAvailableError(
-                f"{self.location}: {error} Which keys its columns have cannot be seen."
-            ) from None
 
     def dek(self, held: FileKey, unwrapped: Unwrapped | None) -> SecretBytes:
         """Return the DEK of one of the keys.
@@ -185,7 +253,7 @@ class FileKeys:
         Raises:
             KeyNotAvailableError: There is no KMS.
             KmsError: The KMS did not unwrap it.
-            KeyMaterialError: What it unwrapped is not the KEK of the wrapped DEK.
+            KeyMaterialError: The unwrapped KEK does not unwrap the DEK.
         """
         if unwrapped is None:
             raise KeyNotAvailableError(
@@ -194,16 +262,29 @@ class FileKeys:
             )
         return dek_of(held.material, value_or_raise(unwrapped[held.wrapped_key]))
 
-    def footer_dek(self, unwrapped: Unwrapped | None, data_keys: DataKeys) -> SecretBytes:
-        """Return the DEK of the footer, or the data key in its place; see `dek` and `data_key`."""
-        held = self.footer_key
-        return self.data_key(data_keys) if held is None else self.dek(held, unwrapped)
-
-    def expected_prefix(self, aad_prefix_of: AadPrefixOf) -> AadPrefix:
-        """Return the AAD prefix that is expected of the file, if it may have it; no key is needed for that.
+    def footer_dek(self, unwrapped: Unwrapped | None) -> SecretBytes:
+        """Return the DEK of the footer, which may be a data key; see `dek`.
 
         Raises:
-            AadPrefixError: The file has another one, or one that nobody supplies.
+            KeyNotAvailableError: The data key is unknown.
+        """
+        held = self.footer_key
+        if held is not None:
+            return self.dek(held, unwrapped)
+        parsed = parse_key_metadata(self.envelope.key_metadata)
+        name = parsed.name if isinstance(parsed, DataKeyId) else self.name_without_metadata(None)
+        try:
+            return self.data_keys.find(name, "the footer")
+        except KeyNotAvailableError as error:
+            raise KeyNotAvailableError(
+                f"{self.location}: {error} Which keys its columns have cannot be seen."
+            ) from None
+
+    def expected_prefix(self, aad_prefix_of: AadPrefixOf) -> AadPrefix:
+        """Return the AAD prefix that is expected of the file, after checking that the file may have it.
+
+        Raises:
+            AadPrefixError: The file has another prefix, or stores none and none is supplied.
             ParquetFormatError: It has no file unique.
         """
         if not self.is_encrypted:
@@ -213,29 +294,24 @@ class FileKeys:
         return expected
 
     def open(self, footer_dek: SecretBytes | None, aad_prefix: AadPrefix) -> None:
-        """Authenticate the footer, and take in what it says of columns.
+        """Authenticate the footer, and add the keys of columns.
 
         Raises:
-            ChangedMeanwhileError: Somebody replaces the file just now.
+            ChangedMeanwhileError: The file was replaced just now.
             DecryptionError: The footer does not authenticate.
-            KeyMaterialError: Key metadata of a column is not valid, or refers to what is not there.
-            ParquetFormatError: The footer is not what the format says.
+            KeyMaterialError: Key metadata of a column is not valid, or refers to a missing entry.
+            ParquetFormatError: The footer is not valid.
         """
         with naming_place(self.location):
-            footer = self.envelope.open(footer_dek, aad_prefix)
-        self.footer = footer
-        try:
-            self._add(column.key_metadata for column in own_key_columns(footer))
-        except KeyMaterialError:
-            check_unchanged(self.location, self.tail)
-            raise
+            self.footer = self.envelope.open(footer_dek, aad_prefix)
+        self._add(column.key_metadata for column in own_key_columns(self.footer))
 
     def prove(self, column: FooterColumn, dek: SecretBytes) -> None:
-        """Decrypt metadata of a column with a DEK: that proves that it is this column's.
+        """Prove that a DEK belongs to a column by decrypting metadata of the column.
 
         Raises:
             DecryptionError: It is not.
-            ParquetFormatError: The metadata is missing, or not what the format says.
+            ParquetFormatError: The metadata is missing or not valid.
         """
         assert self.footer is not None
         if self.footer.row_groups:
@@ -243,15 +319,17 @@ class FileKeys:
                 self.footer.chunk_metadata(0, column, self.footer.cipher_of(column, dek))
 
     def add_footer_key(self) -> None:
-        """Take in the key metadata of the footer.
+        """Add the key of the footer.
 
         Raises:
-            KeyMaterialError: It is not valid, or refers to what is not there, or says that it is no footer's.
+            ChangedMeanwhileError: The file was replaced just now.
+            KeyMaterialError: Its key metadata is not valid, refers to a missing entry, or is not a footer's.
         """
         self._add([self.envelope.key_metadata])
         held = self.footer_key
         if held is not None and not held.material.is_footer_key:
             # Readers refuse it, too.
+            check_unchanged(self.location, self.tail)
             raise KeyMaterialError("isFooterKey: is false in the footer's", path=str(self.location))
 
     def _add(self, all_key_metadata: Iterable[bytes | None]) -> None:
@@ -271,13 +349,18 @@ class FileKeys:
                     held = self.external.by_reference[parsed.reference]
                     self._referenced[id(held)] = held
         except KeyMaterialError as error:
-            if error.path is not None:
-                raise
-            raise KeyMaterialError(str(error), path=str(self.location)) from None
+            # The key material may belong to a file that replaced this one.
+            check_unchanged(self.location, self.tail)
+            raise _naming(error, self.location) from None
+
+
+def _naming(error: KeyMaterialError, location: FileLocation) -> KeyMaterialError:
+    """Return an error that names the file."""
+    return error if error.path is not None else KeyMaterialError(str(error), path=str(location))
 
 
 def stated_aad_prefix(envelope: FooterEnvelope) -> bytes | None:
-    """Return the AAD prefix of a file, empty where it has none; None where it has one that it does not store."""
+    """Return the AAD prefix of a file, empty if it has none; None if it has one that it does not store."""
     if envelope.aad_prefix is None and not envelope.supply_aad_prefix:
         return b""
     return envelope.aad_prefix
@@ -288,23 +371,18 @@ def own_key_columns(footer: Footer) -> list[FooterColumn]:
     return [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
 
 
-def read_file_keys(location: FileLocation) -> FileKeys:
-    """Read what shows without a key and is needed for the footer: its tail, and its key material file.
+def read_file_keys(location: FileLocation, data_keys: DataKeys) -> FileKeys:
+    """Read the tail of a file, and the key material of its footer. No key is needed.
 
     Raises:
-        ChangedMeanwhileError: Somebody replaces the file just now, and its key material is that of the other one.
-        KeyMaterialError: Key metadata or key material is not valid, or its file is missing.
+        ChangedMeanwhileError: The file was replaced just now, and the key material belongs to the other one.
+        KeyMaterialError: Key metadata or key material is not valid, or missing.
         ParquetFormatError: It is not a Parquet file.
         OSError: It cannot be read.
     """
-    tail, envelope = read_tail(location)
-    keys = FileKeys(location, tail, envelope)
+    keys = FileKeys(location, *read_tail(location), data_keys)
     if keys.is_encrypted:
-        try:
-            keys.add_footer_key()
-        except KeyMaterialError:
-            check_unchanged(location, tail)
-            raise
+        keys.add_footer_key()
     return keys
 
 
@@ -312,25 +390,29 @@ def read_file_keys(location: FileLocation) -> FileKeys:
 
 
 FILES_PER_BATCH = 1000
-"""For how many files, about, the KMS is asked together."""
+"""For about how many files the KMS is called together."""
 
 BYTES_PER_BATCH = 8 * 1024 * 1024
-"""To how many bytes, about, their footers and key material may come; parsed they take many times that."""
+"""About the largest total size of footers and key material in a batch; parsed, they take many times as much."""
 
 FILES_PER_READ = 64
 
 
 @dataclass
 class BatchFile:
-    """A file on its way.
+    """A file of a batch.
 
     Attributes:
-        tasks: For each wrapped key that shall change, what is to be done.
-        aad_prefix: The AAD prefix that is expected of the file; None takes what it stores.
-        footer_dek: The DEK of its footer, once that is needed and known.
-        new: For each wrapped key that changed, what it became.
-        unwrapped: The keys of columns that stay, and that the KMS is asked to unwrap.
+        location: The file.
+        keys: Its keys, once they were read.
+        tasks: id of a wrapped key that changes -> the key, and what to do.
+        aad_prefix: The AAD prefix that is expected of the file; None accepts the stored one.
+        footer_dek: The DEK of its footer, once that is known.
+        new: id of a wrapped key that changed -> its new key material.
+        unwrapped: ids of column keys that stay, and that the KMS unwraps.
         shares_keys_with: See `FileRotation`.
+        result: The result; None while the file is in progress, or failed.
+        failure: Why it failed.
     """
 
     location: FileLocation
@@ -352,50 +434,48 @@ class BatchFile:
 
     @property
     def size_bytes(self) -> int:
-        """How much of the file is kept in memory, before it is parsed."""
+        """Size of the parts of the file that are in memory, before they are parsed."""
         if self.keys is None:
             return 0
         return len(self.keys.tail.data) + len(self.keys.external.content if self.keys.external else b"")
 
 
-def read_batch(pool: Executor, locations: Iterator[FileLocation]) -> list[BatchFile]:
-    """Read the keys of the next files, as many as one window takes; of none when there are no more."""
+def read_batch(pool: Executor, locations: Iterator[FileLocation], data_keys: DataKeys) -> list[BatchFile]:
+    """Read the keys of the next files; return an empty list at the end."""
+
+    def read(work: BatchFile) -> None:
+        work.keys = read_file_keys(work.location, data_keys)
+
     works: list[BatchFile] = []
     size_bytes = 0
     while len(works) < FILES_PER_BATCH and size_bytes < BYTES_PER_BATCH:
         batch = [BatchFile(location) for location in itertools.islice(locations, FILES_PER_READ)]
         if not batch:
             break
-        size_bytes += sum(work.size_bytes for work in step(pool, _read, batch))
+        size_bytes += sum(work.size_bytes for work in step(pool, read, batch))
         works += batch
     return works
 
 
-def _read(work: BatchFile) -> None:
-    work.keys = read_file_keys(work.location)
-
-
 def step(pool: Executor, function: Callable[[BatchFile], None], works: Sequence[BatchFile]) -> Iterator[BatchFile]:
-    """Do a step with each file by itself; yield those that go on: what fails is nothing to the others."""
+    """Do a step for each file; yield the files that did not fail."""
     return (work for work in step_each(pool, function, works) if work.failure is None)
 
 
 def step_each(
     pool: Executor, function: Callable[[BatchFile], None], works: Sequence[BatchFile]
 ) -> Iterator[BatchFile]:
-    """Do a step with each file, by several threads; yield each when it is done."""
+    """Do a step for each file, in several threads; yield each file, in order, when it is done."""
 
     def guarded(work: BatchFile) -> BatchFile:
         try:
             function(work)
         except KeyMaterialError as error:
-            # What unwraps a key does not know of which file it is.
-            named = error.path is not None
-            work.failure = error if named else KeyMaterialError(str(error), path=str(work.location))
+            work.failure = _naming(error, work.location)
         except (KeytoolsError, OSError) as error:
             work.failure = error
         return work
 
-    # What is said of the run, such as which files keys are for, is known in its threads, too.
+    # The context of the run, such as which files keys are for, holds in its threads, too.
     context = contextvars.copy_context()
     return pool.map(lambda work: context.copy().run(guarded, work), works)

@@ -1,7 +1,7 @@
-"""Which files and columns depend on which master key: the question before one is disabled or destroyed.
+"""Which files and columns depend on which master key: the question before a master key is disabled or destroyed.
 
-What a file says of its keys is shown. That it needs no other ones is said only when its footer was authenticated,
-and each key that the footer refers to was unwrapped and proven.
+The keys that a file names are shown. A file needs no other keys only if its footer was authenticated, and each key
+that the footer refers to was unwrapped and proven.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 from parquet_keytools import audit
 from parquet_keytools.encryption.footer import read_envelope
@@ -30,7 +30,7 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.table_check import refuse_folders_above
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH, TRAILER_LENGTH
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
-from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, data_set_files
+from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, files_of
 from parquet_keytools.rotation.file_keys import (
     AadPrefixOf,
     BatchFile,
@@ -41,15 +41,12 @@ from parquet_keytools.rotation.file_keys import (
     read_batch,
     step,
 )
-from parquet_keytools.rotation.rewrapper import Rewrapper
-from parquet_keytools.rotation.rotation_plan import MasterKeyVersions, SameMasterKey, is_same_version
+from parquet_keytools.rotation.rewrapper import MasterKeyVersions, Rewrapper, SameMasterKey, is_same_version
 from parquet_keytools.runtime.presentation import Summarised
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.storage.walk import LeftOut, LeftOutReason, Unseen
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason, Unseen, data_set
 from parquet_keytools.strict_base64 import encode
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +54,14 @@ class UsedKey:
     """A key of a file.
 
     Attributes:
-        column: Dotted path of the column; None for the footer, and where the columns cannot be seen.
+        column: Dotted path of the column; None for the footer, and if the column is unknown.
         is_footer: Whether it is the key of the footer.
-        master_key_id: The master key that wraps it, as the KMS knows it; None for a data key.
-        version: The version that wraps it; None where nobody can tell.
-        wrapping: With a KEK in between, or without; None for a data key.
-        kek_id: Of the KEK, as base64; None without one.
-        reference: Its name in the key material file; None where there is none.
-        data_key: Name of the data key, where the file carries one.
+        master_key_id: Identifier in the KMS of the master key that wraps it; None for a data key.
+        version: The version that wraps it; None if it is unknown.
+        wrapping: With a KEK (double) or without; None for a data key.
+        kek_id: Id of the KEK, as base64; None without a KEK.
+        reference: Its name in the key material file; None if it is internal.
+        data_key: Name of the data key, if the file stores it.
     """
 
     column: str | None
@@ -83,10 +80,10 @@ class FileKeyUses(Summarised):
 
     Attributes:
         path: The file.
-        is_encrypted: Whether it is encrypted; also true where that cannot be told.
+        is_encrypted: Whether it is encrypted, or may be.
         uses: Its keys, as far as they can be seen.
-        unknown: Why it may need others, such as a key that the KMS refuses; None where all are proven.
-            `IncompleteDataSetError` where readers of data sets pass over it for its name.
+        unknown: Why it may need other keys, such as a key that the KMS refuses; None if all are proven.
+            `IncompleteDataSetError` if readers of data sets skip the file because of its name.
     """
 
     path: str
@@ -95,29 +92,29 @@ class FileKeyUses(Summarised):
     unknown: KeytoolsError | OSError | None = None
 
     def summary(self) -> Mapping[str, object]:
-        """Return the facts in short."""
+        """Return the main facts."""
         keys = sorted({use.master_key_id or use.data_key or "unknown" for use in self.uses})
         return {"path": self.path, "is_encrypted": self.is_encrypted, "keys": keys, "unknown": self.unknown}
 
     @property
     def is_unseen(self) -> bool:
-        """Whether it could not be looked into, whatever keys there are."""
+        """Whether the file could not be checked."""
         return isinstance(self.unknown, (OSError, ParquetFormatError))
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether readers of data sets pass over it for its name."""
+        """Whether readers of data sets skip the file because of its name."""
         return isinstance(self.unknown, IncompleteDataSetError)
 
     def depends_on(
         self, master_key_id: str, version: str | None = None, same: SameMasterKey = operator.eq
     ) -> bool | None:
-        """Whether the file needs a master key, or a version of it; None where that cannot be told.
+        """Whether the file needs a master key, or a version of it; None if that is unknown.
 
         Args:
-            master_key_id: As the KMS knows it.
-            version: The version; None means any.
-            same: Compares identifiers; a KMS may know one master key by several.
+            master_key_id: Identifier in the KMS.
+            version: The version; None means any version.
+            same: Compares identifiers: a master key may have several.
         """
         uncertain = self.unknown is not None
         for use in self.uses:
@@ -141,19 +138,18 @@ class Inventory:
         self._aad_prefix_of = aad_prefix_of
 
     def list(self, path: FileLocation, *, ignore_passed_over: bool = False) -> Iterator[FileKeyUses]:
-        """Yield the keys of a file, or of each Parquet file under a folder; also what could not be looked into.
-
-        Of encrypted files that readers pass over for their names the keys are unknown, and so they are not listed.
+        """Yield the keys of a file, or of each Parquet file under a folder; see `Keytools.key_inventory`.
 
         Raises:
-            FileNotFoundError: There is no such file or folder.
-            NoParquetFilesError: The folder has no Parquet files: to say that it needs no key would mean nothing.
+            FileNotFoundError: The file or folder does not exist.
+            NoParquetFilesError: The folder has no Parquet files.
         """
         unseen: list[Unseen] = []
         left_out: list[LeftOut] = []
-        locations = data_set_files(path, unseen.append, None if ignore_passed_over else left_out.append)
+        entries = data_set(path, into_passed_over=not ignore_passed_over)
+        locations = files_of(entries, unseen.append, (lambda _: None) if ignore_passed_over else left_out.append)
         with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-inventory") as pool:
-            while works := read_batch(pool, locations):
+            while works := read_batch(pool, locations, self._data_keys):
                 read = list(step(pool, self._expect_prefix, [work for work in works if work.failure is None]))
                 with audit.about(path):
                     footer_keys = self._unwrap(
@@ -165,12 +161,10 @@ class Inventory:
                 list(step(pool, partial(self._prove, unwrapped=column_keys), opened))
                 for work in works:
                     yield self._listed(work)
-                    # What was parsed takes much memory.
+                    # Parsed footers take much memory.
                     work.keys = None
-                yield from map(_unknown, _taken(unseen))
-                yield from uses_of_left_out(pool, _taken(left_out))
-            yield from map(_unknown, _taken(unseen))
-            yield from uses_of_left_out(pool, _taken(left_out))
+                yield from _others(pool, unseen, left_out)
+            yield from _others(pool, unseen, left_out)
 
     def _unwrap(self, wanted: Iterable[FileKey]) -> Unwrapped | None:
         return None if self._rewrapper is None else self._rewrapper.unwrap([held.wrapped_key for held in wanted])
@@ -180,7 +174,7 @@ class Inventory:
 
     def _open(self, work: BatchFile, unwrapped: Unwrapped | None) -> None:
         keys = work.read_keys
-        keys.open(keys.footer_dek(unwrapped, self._data_keys) if keys.is_encrypted else None, work.aad_prefix)
+        keys.open(keys.footer_dek(unwrapped) if keys.is_encrypted else None, work.aad_prefix)
         assert keys.footer is not None
         refuse_folders_above(work.location, keys.footer.protected_columns, None)
 
@@ -199,11 +193,11 @@ class Inventory:
         seen: set[int] = set()
         yield self._use(keys, keys.envelope.key_metadata, None, seen, is_footer=True)
         for column in _shown_columns(keys):
-            # What is not valid is why the file has failed, and ends nothing else.
+            # Invalid key metadata is why the file has failed.
             with contextlib.suppress(KeyMaterialError):
                 yield self._use(keys, column.key_metadata, ".".join(column.path), seen, is_footer=False)
         for held in keys.external.held if keys.external is not None else ():
-            # Of columns that cannot be seen, or left over from a writer that was cut off.
+            # For unknown columns, or left over from a writer that was interrupted.
             if id(held) not in seen:
                 yield self._wrapped_use(held, None, is_footer=held.material.is_footer_key)
 
@@ -216,7 +210,7 @@ class Inventory:
             return self._wrapped_use(held, column, is_footer=is_footer)
         parsed = parse_key_metadata(key_metadata)
         if isinstance(parsed, KeyMaterial):
-            # Of a footer that is not authentic: shown, and not believed.
+            # From a footer that is not authentic: shown, but not trusted.
             return self._wrapped_use(FileKey(parsed, b"", None), column, is_footer=is_footer)
         return UsedKey(column, is_footer, data_key=parsed.name if isinstance(parsed, DataKeyId) else None)
 
@@ -233,26 +227,24 @@ class Inventory:
         )
 
 
-def _taken(found: list[T]) -> list[T]:
-    taken = found.copy()
-    found.clear()
-    return taken
+def _others(pool: Executor, unseen: list[Unseen], left_out: list[LeftOut]) -> Iterator[FileKeyUses]:
+    """Yield the entries that could not be checked or are not part of the data set, and clear the lists."""
+    for entry in unseen:
+        yield FileKeyUses(entry.path, True, (), entry.error)
+    yield from uses_of_left_out(pool, left_out)
+    unseen.clear()
+    left_out.clear()
 
 
 def uses_of_left_out(pool: Executor, left_out: Sequence[LeftOut]) -> Iterator[FileKeyUses]:
-    """Yield what readers of data sets leave out, and what may need keys all the same: which ones is unknown."""
+    """Yield the files that readers of data sets leave out, and that may need keys."""
     for entry, unknown in zip(left_out, pool.map(why_unknown, left_out), strict=True):
         if unknown is not None:
             yield FileKeyUses(entry.path, True, (), unknown)
 
 
-def _unknown(unseen: Unseen) -> FileKeyUses:
-    """Return the answer for what could not be looked into, or is gone: it may be somewhere else now."""
-    return FileKeyUses(unseen.path, True, (), unseen.error)
-
-
 def _shown_columns(keys: FileKeys) -> list[FooterColumn]:
-    """Return the columns that have a key of their own, as far as they show, also without a key."""
+    """Return the columns that have a key of their own, as far as they can be seen without a key."""
     footer = keys.footer
     if footer is None:
         with contextlib.suppress(KeytoolsError):
@@ -265,9 +257,9 @@ _HINT = "Run the command on it, move it away, or ignore skipped files."
 
 
 def why_unknown(entry: LeftOut) -> IncompleteDataSetError | None:
-    """Return why something that is left out may need master keys; None where it surely needs none.
+    """Return why an entry that readers leave out may need master keys; None if it needs none.
 
-    A complete Parquet file that is encrypted may, whatever its name ends with, and so may what cannot be read.
+    An encrypted Parquet file may, whatever the end of its name, and so may a file that cannot be read.
     """
     if entry.reason is LeftOutReason.NOT_PARQUET:
         return None
@@ -276,7 +268,7 @@ def why_unknown(entry: LeftOut) -> IncompleteDataSetError | None:
             return None
         reason = "it is encrypted, and skipped because of its name" if _is_encrypted(entry.location) else None
     except FileNotFoundError:
-        # Links to nothing are the locks of some editors, too.
+        # Dangling links are also used as locks by some editors.
         is_link = entry.may_be_data and entry.location.is_local
         reason = "it is a dangling link, and skipped because of its name" if is_link else None
     except OSError as error:
@@ -287,9 +279,9 @@ def why_unknown(entry: LeftOut) -> IncompleteDataSetError | None:
 
 
 def _holds_nothing(path: str) -> bool:
-    """Return whether a local file surely is none of Parquet, also where it may not be opened."""
+    """Return whether a local file is too short for Parquet, even if it cannot be opened."""
     found = os.stat(path)  # noqa: PTH116 - one call for each of many
-    # A folder comes only where it cannot be listed. Pipes and devices have no length.
+    # A folder is here only if it cannot be listed. Pipes and devices have no length.
     return found.st_size < MAGIC_LENGTH + TRAILER_LENGTH and not stat.S_ISDIR(found.st_mode)
 
 
@@ -297,7 +289,7 @@ def _is_encrypted(location: FileLocation) -> bool:
     with open_source(location) as source:
         if source.size_bytes < MAGIC_LENGTH + TRAILER_LENGTH:
             return False
-        # An incomplete file has no footer, and no reader can use it. Some readers look only at its end.
+        # A file without a footer is incomplete. Some readers look only at the end.
         if bytes(source.read_at(source.size_bytes - MAGIC_LENGTH, MAGIC_LENGTH)) not in _MAGIC:
             return False
         return read_envelope(source).mode is not FooterMode.UNENCRYPTED

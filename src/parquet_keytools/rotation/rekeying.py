@@ -1,10 +1,10 @@
-"""Files re-encrypted in their place, page by page, with new data keys: after a DEK or a KEK leaked."""
+"""Files re-encrypted in place, page by page, with new data keys: after a leak of a DEK or a KEK."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,12 +25,12 @@ from parquet_keytools.files.key_service import KeyService, NewFileKeys, new_refe
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
-from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
+from parquet_keytools.keys.key_material import DataKeyId, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.rotation.data_set_run import EachFile, OnFile, RunOptions, change_data_set
+from parquet_keytools.rotation.file_keys import check_unchanged, read_tail
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
-from parquet_keytools.rotation.tail import REFUSED_HINT, check_unchanged, proving, read_tail
-from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.rotation.tail import REFUSED_HINT, proving
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import file_or_folder
@@ -39,22 +39,22 @@ from parquet_keytools.storage.walk import file_or_folder
 def check_rekeyed(
     written: ByteSource, new: NewFileKeys, old: Footer, kms_keys: KmsKeys, *, all_modules: bool
 ) -> None:
-    """Open a new file as its readers will, and have the KMS unwrap its keys again.
+    """Open a new file as its readers will, after the KMS has unwrapped its keys.
 
     Args:
         written: The new file.
         new: Its keys.
         old: Footer of the old file.
-        kms_keys: Asks the KMS.
-        all_modules: Whether to authenticate all that is encrypted; else the footer and metadata of columns alone.
+        kms_keys: Unwraps keys.
+        all_modules: Whether to authenticate all modules, or only the footer and column metadata.
 
     Raises:
-        KeyMaterialError: What the KMS unwraps is not the key that encrypts.
+        KeyMaterialError: A wrapped key does not unwrap to the key that encrypts.
         KmsError: The KMS does not unwrap a new key.
-        OutputError: The new file does not authenticate, or does not have what the old one has.
-        FileChangedError: Somebody changes it just now.
+        OutputError: The new file does not authenticate, or its content differs from the old file.
+        FileChangedError: It changed just now.
     """
-    wrapped = list(_wrapped_deks(new))
+    wrapped = [(dek, material) for dek, metadata in new.encryption.deks if (material := new.material(metadata))]
     for (dek, _), outcome in zip(wrapped, kms_keys.deks([material for _, material in wrapped]), strict=True):
         if value_or_raise(outcome) != dek:
             raise KeyMaterialError("a new key does not unwrap to itself", path=written.path)
@@ -69,7 +69,9 @@ def check_rekeyed(
         if all_modules:
             file_decryptor.authenticate_columns(written, footer, deks)
     if _content(footer) != _content(old):
-        raise OutputError(f"{written.path}: the new file does not have what the old one has.", hint=REFUSED_HINT)
+        raise OutputError(
+            f"{written.path}: the content of the new file differs from the old file.", hint=REFUSED_HINT
+        )
 
 
 def _content(footer: Footer) -> tuple[object, ...]:
@@ -77,17 +79,13 @@ def _content(footer: Footer) -> tuple[object, ...]:
     return footer.metadata.num_rows, rows, [leaf.path for leaf in footer.leaves]
 
 
-def _wrapped_deks(new: NewFileKeys) -> Iterator[tuple[SecretBytes, KeyMaterial]]:
-    """Yield the DEKs that a KMS has to do with, and their key material."""
-    for dek, key_metadata in new.encryption.deks:
-        material = new.material(key_metadata)
-        if material is not None:
-            yield dek, material
-
-
 @dataclass(frozen=True)
 class RekeyRequest:
-    """What a caller asks for; see `Keytools.rekey_in_place`."""
+    """Arguments of `Keytools.rekey_in_place`.
+
+    Attributes:
+        as_before: Whether files keep their AAD prefix, and encrypted columns stay encrypted.
+    """
 
     table_name: str | None = None
     new_table_name: str | None = None
@@ -103,17 +101,17 @@ class RekeyRequest:
 def rekey_data_set(
     keys: KeyService, new_keys: KeyService, path: FileLocation, request: RekeyRequest
 ) -> RotationReport:
-    """Re-encrypt a file in its place, or all Parquet files under a folder.
+    """Re-encrypt a file in place, or all Parquet files under a folder.
 
     Raises:
-        FileNotFoundError: There is no such file or folder.
-        ConfigurationError: There is no such table, or several to choose from.
-        KeytoolsError: The one file failed; failures of a folder's files are in the report.
+        FileNotFoundError: The file or folder does not exist.
+        ConfigurationError: The table does not exist, or no table is named and there are several.
+        KeytoolsError: The file failed. For a folder, the report lists files that failed.
     """
     is_folder = not file_or_folder(path).is_file
     keys.configuration.table_of_files(request.table_name)
     new_keys.configuration.select_table(request.new_table_name)
-    # Whoever rekeys after a leak must not get the KEK that leaked once more.
+    # A KEK that leaked may be in the cache.
     keys.clear_caches()
     new_keys.clear_caches()
     report = RotationReport()
@@ -139,7 +137,7 @@ class _Rekeying:
     ) -> None:
         self._keys = keys
         self._new_keys = new_keys
-        # Worker processes get a copy: what belongs to the caller alone does not go to them.
+        # Worker processes get a pickled copy.
         self._request = replace(request, on_file=None)
         self._raises_not_encrypted = raises_not_encrypted
 
@@ -147,13 +145,13 @@ class _Rekeying:
         """Re-encrypt one file.
 
         Raises:
-            ChangedMeanwhileError: Somebody changed it at the same time; it is not replaced.
-            KeytoolsError: It cannot be done; the file stays as it is.
+            ChangedMeanwhileError: The file changed at the same time; it is not replaced.
+            KeytoolsError: The file failed and is unchanged.
         """
         tail, envelope = read_tail(location)
         try:
             if envelope.mode is FooterMode.UNENCRYPTED:
-                # It says so itself; that its columns are encrypted all the same would be an error.
+                # Encrypted columns would contradict the footer, which is an error.
                 envelope.open(None)
             opened = self._open(location)
             new = self._new_file_keys(opened)
@@ -162,7 +160,7 @@ class _Rekeying:
                 raise NotEncryptedError(f"{location} is not encrypted.") from None
             return FileRotation(str(location), RotationOutcome.NOT_ENCRYPTED)
         except (KeytoolsError, OSError):
-            # What was opened may be half old and half new: then it is reported as that, and attempted again.
+            # If the file was replaced while it was opened, it is retried.
             check_unchanged(location, tail)
             raise
         with replacement(
@@ -193,7 +191,7 @@ class _Rekeying:
 
     def _open(self, location: FileLocation) -> OpenedFile:
         request = self._request
-        # It gets keys of its own now: with which other file it shares the old ones does not matter.
+        # The file gets new keys, so sharing the old keys with another file does not matter.
         identities = FileIdentities(refuses=False)
         (opened,) = self._keys.open_files(
             [location], request.table_name, request.aad_prefix, again=False, identities=identities
@@ -238,7 +236,7 @@ class _Rekeying:
 
 
 def _refuse_two_names(opened: OpenedFile, new: NewFileKeys) -> None:
-    """Refuse a link where the file's name matters, which is another one for who does not come by the link."""
+    """Refuse a link if the file's name matters: readers that do not use the link see another name."""
     location, real = opened.location, real_location(opened.location)
     folder = Path(os.path.realpath(Path(location.path).parent))
     is_elsewhere = location.is_local and folder != Path(real.path).parent
@@ -251,7 +249,7 @@ def _refuse_two_names(opened: OpenedFile, new: NewFileKeys) -> None:
 
 
 def _refuse_same_keys(opened: OpenedFile, new: FileEncryption) -> None:
-    """Refuse data keys that the file has already: after a leak it would pass for done."""
+    """Refuse data keys that the file already has: a file with a leaked key would count as rekeyed."""
     for dek, key_metadata in new.deks:
         parsed = parse_key_metadata(key_metadata)
         is_old = dek in opened.deks.values() or opened.footer.envelope.is_sealed_by(
@@ -265,7 +263,7 @@ def _refuse_same_keys(opened: OpenedFile, new: FileEncryption) -> None:
 
 
 def _refuse_less_protection(location: FileLocation, old: Footer, new: FileEncryption, table_name: str) -> None:
-    """Refuse to write in plaintext what is encrypted: in its place that would be for good."""
+    """Refuse to replace encrypted data by plaintext."""
     lost = [
         ".".join(column.path)
         for column in old.columns
@@ -277,5 +275,5 @@ def _refuse_less_protection(location: FileLocation, old: Footer, new: FileEncryp
     if lost:
         raise OutputError(
             f"{location}: encrypted now, and in plaintext in the table {table_name!r}: {', '.join(lost)}.",
-            hint="Name the table that the file is of; or name this one as the new table, if that is meant.",
+            hint="Name the table of the file; or name this table as the new table, if that is intended.",
         )

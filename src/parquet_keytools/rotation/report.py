@@ -1,4 +1,4 @@
-"""What became of each file whose keys were rotated: its master keys, or its data keys."""
+"""Reports of a rotation: the result for each file whose master keys or data keys were changed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from parquet_keytools.runtime.presentation import Summarised
 from parquet_keytools.storage.walk import BehindLink, Unseen
 
 MOST_LEFT_BEHIND = 100
-"""How much of what is left behind, or shared, a report names; where nothing may be listed, each file has some."""
+"""Maximum number of texts in `RotationReport.left_behind` and in `RotationReport.shared_keys`."""
 
 
 class RotationOutcome(Enum):
-    """What became of a file."""
+    """The outcome for a file."""
 
     ROTATED = "rotated"
     WOULD_ROTATE = "would rotate"
@@ -28,19 +28,19 @@ class RotationOutcome(Enum):
 
 
 Outcome = RotationOutcome
-"""The name of former versions; that of a rule of conformance is another one."""
+"""A shorter name."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """Keys of a file that went from one master key, or one version of it, to another.
+    """Keys of a file that moved from one master key, or one version of it, to another.
 
     Attributes:
         master_key_id: Identifier of the old master key in its KMS.
-        new_master_key_id: Identifier of the new one; often the same.
-        version: The version that wrapped, or None where nobody can tell.
-        new_version: The version that wraps now, or None.
-        keys: How many keys of the file: DEKs, whether or not a KEK stands between.
+        new_master_key_id: Identifier of the new master key; often the same.
+        version: The old version; None if it is unknown.
+        new_version: The new version; None if it is unknown.
+        keys: Number of DEKs of the file, wrapped directly or through a KEK.
     """
 
     master_key_id: str
@@ -52,19 +52,19 @@ class KeyChange:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FileRotation(Summarised):
-    """What became of one file.
+    """The result for one file.
 
     Attributes:
-        path: The Parquet file, as in `FileLocation`'s text.
-        outcome: What became of it.
+        path: The Parquet file, as the text of its `FileLocation`.
+        outcome: The outcome.
         keys: What changed, or would change.
-        how: In which way it was replaced, or why there was nothing to do; for people.
-        bytes_written: What went through this process.
-        bytes_copied: What the operating system or the store copied by itself.
-        error: Why it failed, without traceback; None where it did not.
-        old_size_bytes: Its length before it was rekeyed; 0 for all else.
-        new_size_bytes: Its length since then; 0 for all else.
-        shares_keys_with: Another file of the run that has its data keys and file unique, if there is one.
+        how: How the file was replaced, or why there was nothing to do; for people.
+        bytes_written: Bytes that went through this process.
+        bytes_copied: Bytes that the operating system or the store copied.
+        error: Why it failed, without traceback; None if it did not.
+        old_size_bytes: Length before a rekey; otherwise 0.
+        new_size_bytes: Length after a rekey; otherwise 0.
+        shares_keys_with: Another file of the run that has the same data keys and file unique, if there is one.
     """
 
     path: str
@@ -79,7 +79,7 @@ class FileRotation(Summarised):
     shares_keys_with: str | None = None
 
     def summary(self) -> Mapping[str, object]:
-        """Return the facts in short."""
+        """Return the main facts."""
         facts = {"path": self.path, "outcome": self.outcome.value, "keys": len(self.keys), "how": self.how}
         return facts | ({"error": self.error} if self.error is not None else {})
 
@@ -90,19 +90,19 @@ class FileRotation(Summarised):
 
     @classmethod
     def failed(cls, path: str, error: KeytoolsError | OSError) -> FileRotation:
-        """Return that of a file that could not be done and stays as it is."""
+        """Return the result for a file that failed and is unchanged."""
         return cls(path, RotationOutcome.FAILED, error=without_frames(error))
 
     @classmethod
     def of_link(cls, behind: BehindLink) -> FileRotation:
-        """Return the result for a file or folder behind a link: outside of what was named, it fails."""
+        """Return the result for a file or folder behind a link: a failure if it is outside the given folder."""
         if behind.is_outside:
             return cls.failed(behind.path, behind.error())
         return cls(behind.path, RotationOutcome.NOTHING_TO_ROTATE, how="another name of a file of this run")
 
     @classmethod
     def of_unseen(cls, unseen: Unseen) -> FileRotation:
-        """Return that of what could not be looked into; a folder that was removed meanwhile has no files."""
+        """Return the result for an entry that could not be checked, or was removed meanwhile."""
         if unseen.is_gone:
             return cls(unseen.path, RotationOutcome.NOTHING_TO_ROTATE, how="removed meanwhile")
         return cls.failed(unseen.path, unseen.error)
@@ -110,7 +110,7 @@ class FileRotation(Summarised):
 
 @dataclass(frozen=True, slots=True)
 class KmsCalls:
-    """How many distinct keys a KMS was, or would be, asked for, by operation."""
+    """Number of distinct keys in KMS calls, by operation."""
 
     rewrap: int = 0
     unwrap: int = 0
@@ -119,7 +119,7 @@ class KmsCalls:
 
     @property
     def total(self) -> int:
-        """All together."""
+        """The sum."""
         return sum(astuple(self))
 
     def __add__(self, other: KmsCalls) -> KmsCalls:
@@ -128,20 +128,19 @@ class KmsCalls:
 
 @dataclass(repr=False)
 class RotationReport(Summarised):
-    """What became of a data set.
+    """The results for a file or a data set.
 
     Attributes:
         dry_run: Whether nothing was to be changed.
-        counts: How many files had each outcome.
-        files: What became of each; only of those that failed, where not all results were to be kept.
-        bytes_written: What went through this process.
-        bytes_copied: What the operating system or the store copied by itself.
-        kms_calls: What the KMS was asked for.
-        expected_kms_calls: After a dry run, what the rotation itself would ask.
-        stopped_by: Why the run ended before all files were processed; None where it did not.
-        shared_keys: Files that share data keys and file unique, two in each text; for people. At most
-            `MOST_LEFT_BEHIND`.
-        left_behind: What stays in a store because it could not be removed, or looked for; for people. At most
+        counts: Number of files by outcome.
+        files: The result for each file; if not all results were kept, only for files that failed.
+        bytes_written: Bytes that went through this process.
+        bytes_copied: Bytes that the operating system or the store copied.
+        kms_calls: KMS calls that were made.
+        expected_kms_calls: After a dry run, the KMS calls that the rotation itself would make.
+        stopped_by: Why the run ended before all files were processed; None if it did not.
+        shared_keys: Pairs of files that share data keys and file unique; for people. At most `MOST_LEFT_BEHIND`.
+        left_behind: Objects that stay in a store because they could not be listed or removed; for people. At most
             `MOST_LEFT_BEHIND`.
     """
 
@@ -157,7 +156,7 @@ class RotationReport(Summarised):
     left_behind: list[str] = field(default_factory=list)
 
     def summary(self) -> Mapping[str, object]:
-        """Return the facts in short."""
+        """Return the main facts."""
         return {
             "files": {outcome.value: number for outcome, number in self.counts.items()},
             "dry_run": self.dry_run,
@@ -176,12 +175,12 @@ class RotationReport(Summarised):
         return self.stopped_by is None and not self.counts[RotationOutcome.FAILED]
 
     def note_left_behind(self, text: str) -> None:
-        """Name something that stays in a store, once."""
+        """Add a text to `left_behind`, once."""
         if len(self.left_behind) < MOST_LEFT_BEHIND and text not in self.left_behind:
             self.left_behind.append(text)
 
     def add(self, results: Iterable[FileRotation], *, keep_results: bool) -> None:
-        """Count results."""
+        """Add results; without `keep_results`, list only failures."""
         for result in results:
             self.counts[result.outcome] += 1
             self.bytes_written += result.bytes_written

@@ -1,22 +1,25 @@
-"""Re-wraps wrapped keys, each distinct one once in a run, and unwraps what came back.
+"""What a rotation asks the KMS: versions of master keys, and new wrapped keys, each distinct key once.
 
-Where the KMS re-wraps by itself, the old key is never unwrapped here; the new one is. It is proven by what it
-opens: a KEK by the DEKs that it unwraps, and a DEK by the footer or the column metadata that it decrypts.
+Where the KMS re-wraps by itself, the old key is never unwrapped here, but the new one is. What it opens proves it:
+a KEK unwraps DEKs, and a DEK decrypts the footer or column metadata.
 
-Where it does not, and on the way to another KMS, the old key has to be unwrapped here. Then fresh KEKs, one for
-each master key, replace the old ones: an old KEK costs one request in place of three, and no KEK is valid in two
-KMSs. A DEK that the KMS itself wrapped costs three: it is unwrapped, wrapped, and unwrapped again as the proof.
+Where the KMS does not re-wrap, and for another KMS, the old key has to be unwrapped here. Fresh KEKs, one for each
+master key, then replace the old KEKs: an old KEK costs one request instead of three, and no KEK is valid in two
+KMSs. A DEK that the KMS itself wrapped costs three: unwrap, wrap, and unwrap again as the proof.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from parquet_keytools.errors import (
+    ConfigurationError,
     KeyMaterialError,
     KmsError,
     KmsResponseInvalidError,
@@ -27,18 +30,159 @@ from parquet_keytools.errors import (
 from parquet_keytools.keys.kek import Kek, dek_of
 from parquet_keytools.keys.key_material import KeyMaterial, parse_object
 from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
-from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.client import KmsClient, MasterKeyDescription, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.rotation.report import KmsCalls
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.strict_base64 import encode
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 
 @dataclass(frozen=True, slots=True)
 class WrappedKey:
-    """A wrapped key, and the master key that wrapped it, as the KMS knows it."""
+    """A wrapped key, and the id in the KMS of the master key that wrapped it."""
 
     master_key_id: str
     wrapped_key: str
+
+
+# --- master keys and their versions ---
+
+SameMasterKey = Callable[[str, str], "bool | None"]
+"""Whether two identifiers mean one master key; None where the KMS does not say."""
+
+KnownVersions = Mapping[tuple[bool, str], str | None]
+"""(whether it is a key of the new KMS, if that differs; master key id) -> the newest version."""
+
+_NUMBER = re.compile(r"v?([0-9]{1,18})")
+
+
+def same_master_key(kms: KmsClient | None) -> SameMasterKey:
+    """Return a comparison of master key identifiers that treats an alias and its key as equal."""
+    identities: dict[str, str | None] = {}
+
+    def same(one: str, other: str) -> bool | None:
+        if one == other or kms is None:
+            return one == other
+        for name in (one, other):
+            if name not in identities:
+                identities[name] = kms.identity(name)
+        found = identities[one], identities[other]
+        return None if None in found else found[0] == found[1]
+
+    return same
+
+
+class MasterKeyVersions:
+    """Versions of the master keys of one or two KMSs; each master key is described once in a run.
+
+    Args:
+        kms: The KMS whose master keys wrapped the existing keys.
+        new_kms: The KMS whose master keys will wrap them; None for the same one.
+        known: Versions that another instance has looked up, as in `known`.
+    """
+
+    def __init__(
+        self, kms: KmsClient, new_kms: KmsClient | None = None, known: KnownVersions | None = None
+    ) -> None:
+        self._kms = kms
+        self._new_kms = kms if new_kms is None else new_kms
+        self._lock = threading.Lock()
+        self._current = dict(known or {})
+        self._same = same_master_key(kms)
+
+    @property
+    def calls(self) -> KmsCalls:
+        """How many master keys were described."""
+        return KmsCalls(describe=len(self._current))
+
+    @property
+    def known(self) -> KnownVersions:
+        """The versions that were looked up so far."""
+        with self._lock:
+            return dict(self._current)
+
+    def as_named(self, master_key_id: str, names: frozenset[str]) -> str:
+        """Return which of some names means this master key; its own name if none does, as far as the KMS says."""
+        if master_key_id in names:
+            return master_key_id
+        return next((name for name in sorted(names) if self._same(master_key_id, name)), master_key_id)
+
+    def of(self, key: WrappedKey, *, new: bool = False) -> str | None:
+        """Return the version that wrapped a key, in the new KMS or the old one; None if it is unknown."""
+        kms = self._new_kms if new else self._kms
+        return kms.wrapped_key_version(key.wrapped_key, key.master_key_id)
+
+    def describe(self, master_key_id: str, *, new: bool = False) -> MasterKeyDescription | None:
+        """Return the description of a master key in the new KMS or the old one; None if it is unavailable.
+
+        Raises:
+            MasterKeyNotFoundError: The master key does not exist.
+        """
+        kms = self._new_kms if new else self._kms
+        try:
+            description = kms.describe(master_key_id)
+        except MasterKeyNotFoundError:
+            raise
+        except KmsError:
+            description = None
+        self._current[self._key(master_key_id, new=new)] = description.current_version if description else None
+        return description
+
+    def current(self, master_key_id: str, *, new: bool = False) -> str | None:
+        """Return the version of a master key that wraps now; None if it is unknown."""
+        key = self._key(master_key_id, new=new)
+        with self._lock:
+            if key not in self._current:
+                try:
+                    self.describe(master_key_id, new=new)
+                except MasterKeyNotFoundError:
+                    self._current[key] = None
+            return self._current[key]
+
+    def _key(self, master_key_id: str, *, new: bool) -> tuple[bool, str]:
+        return new and self._new_kms is not self._kms, master_key_id
+
+
+def is_same_version(version: str, other: str) -> bool:
+    """Return whether two names mean the same version: `v2` is 2."""
+    return _version(version) == _version(other)
+
+
+def is_older_version(version: str, than: str) -> bool:
+    """Return whether a version is older; names that are not numbers have no order, and any other name is older.
+
+    Raises:
+        ConfigurationError: Only `version` is a number.
+    """
+    number, than_number = _version(version), _version(than)
+    if isinstance(number, int) and isinstance(than_number, int):
+        return number < than_number
+    if isinstance(number, int):
+        raise ConfigurationError(f"{than!r} is no version of this KMS, which counts versions: {version} is one.")
+    return version != than
+
+
+def check_version(master_key_id: str, version: str, newest: str | None) -> None:
+    """Refuse a version that a master key cannot have: no file would seem to need it.
+
+    Raises:
+        ConfigurationError: The KMS counts versions, and this is not a number up to the newest.
+    """
+    number, newest_number = _version(version), _version(newest or "")
+    if isinstance(newest_number, int) and not (isinstance(number, int) and 1 <= number <= newest_number):
+        raise ConfigurationError(
+            f"the master key {master_key_id!r} has no version {version!r}: its newest is {newest}."
+        )
+
+
+def _version(name: str) -> int | str:
+    number = _NUMBER.fullmatch(name)
+    return int(number[1]) if number else name
+
+
+# --- new wrapped keys ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +190,9 @@ class RewrapTask:
     """A wrapped key to re-wrap.
 
     Attributes:
-        new_master_key_id: The master key whose current version shall wrap it.
-        is_kek: Whether it is a KEK: then the wrapped DEK proves what it unwraps to, else it is compared.
+        old: The wrapped key.
+        new_master_key_id: The master key whose current version will wrap it.
+        is_kek: Whether the key is a KEK.
     """
 
     old: WrappedKey
@@ -57,62 +202,52 @@ class RewrapTask:
 
 @dataclass(frozen=True)
 class Rewrapped:
-    """What a wrapped key became.
+    """A re-wrapped key.
 
     Attributes:
-        new_kek: The fresh KEK that took the place of the old one; None where the key is the same.
-        old_key: With a fresh KEK the old one, else the same as `key`.
-        was_there: Whether an earlier run did it: the wrapped key is that of the new KMS already.
+        wrapped_key: The new wrapped key.
+        new_master_key_id: The master key that wrapped it.
+        key: The key that was wrapped before: the same key, unless there is a new KEK.
+        new_kek: The fresh KEK in place of the old one; None if the key is the same.
+        was_there: Whether an earlier run did it: the new KMS wrapped the existing key already.
     """
 
     wrapped_key: str
     new_master_key_id: str
     key: SecretBytes
-    new_kek: Kek | None
-    old_key: SecretBytes
+    new_kek: Kek | None = None
     was_there: bool = False
 
 
+Outcomes = dict[RewrapTask, Rewrapped | KmsError]
+
 REMEMBERED_KEYS = 100_000
-"""How many distinct keys a run remembers, so that a KEK of many files is rewrapped once."""
-
-K = TypeVar("K")
-V = TypeVar("V")
+"""Maximum number of distinct keys that a run remembers, so that a KEK of many files is re-wrapped once."""
 
 
-class Remembered(Generic[K, V]):
-    """What was found last; what was not used for longest goes first."""
-
-    def __init__(self) -> None:
-        self._values: OrderedDict[K, V] = OrderedDict()
-
-    def split(self, wanted: Iterable[K], found: dict[K, V] | dict[K, V | KmsError]) -> list[K]:
-        """Put into `found` what is known, and return the rest, each once."""
-        missing = []
-        for key in dict.fromkeys(wanted):
-            if key in self._values:
-                self._values.move_to_end(key)
-                found[key] = self._values[key]
-            else:
-                missing.append(key)
-        return missing
+class _Remembered(dict[K, V]):
+    """Forgets the oldest entries."""
 
     def remember(self, key: K, value: V) -> None:
-        """Keep what was found."""
-        self._values[key] = value
-        if len(self._values) > REMEMBERED_KEYS:
-            self._values.popitem(last=False)
+        self[key] = value
+        if len(self) > REMEMBERED_KEYS:
+            del self[next(iter(self))]
+
+    def split(self, wanted: Iterable[K]) -> tuple[dict[K, V], list[K]]:
+        """Return the entries that are known, and the keys that are not, each once."""
+        each = dict.fromkeys(wanted)
+        return {key: self[key] for key in each if key in self}, [key for key in each if key not in self]
 
 
 class Rewrapper:
-    """Rewraps for one run; forgets everything with it.
+    """Re-wraps keys for one run.
 
     Args:
-        kms: The KMS whose master keys wrapped what is there.
-        new_kms: The one whose master keys shall wrap it; None for the same.
-        new_keks: Whether fresh KEKs take the place of all that are there, also where the KMS could re-wrap them.
-        only_count: Whether to count what would be asked, and ask nothing.
-        given: What the KMS has re-wrapped already, or refused to; it is proven here all the same.
+        kms: The KMS whose master keys wrapped the existing keys.
+        new_kms: The KMS whose master keys will wrap them; None for the same one.
+        new_keks: Whether fresh KEKs replace all KEKs, even if the KMS could re-wrap them.
+        only_count: Whether to count the KMS calls instead of making them.
+        given: What the KMS has already re-wrapped, or its errors. It is still proven here.
     """
 
     def __init__(
@@ -129,12 +264,12 @@ class Rewrapper:
         self._new_keks = new_keks
         self._only_count = only_count
         self._given = given or {}
-        self._rewrapped: Remembered[RewrapTask, Rewrapped] = Remembered()
-        self._unwrapped: Remembered[WrappedKey, SecretBytes] = Remembered()
-        self._counted: Remembered[RewrapTask, None] = Remembered()
-        self._counted_staying: Remembered[WrappedKey, None] = Remembered()
+        self._rewrapped: _Remembered[RewrapTask, Rewrapped] = _Remembered()
+        self._unwrapped: _Remembered[WrappedKey, SecretBytes] = _Remembered()
+        self._counted: _Remembered[RewrapTask, None] = _Remembered()
+        self._counted_staying: _Remembered[WrappedKey, None] = _Remembered()
         self._counted_keks: set[str] = set()
-        self._fresh_keks: dict[tuple[str, int], tuple[Kek, str, SecretBytes]] = {}
+        self._fresh_keks: dict[tuple[str, int], tuple[Kek, str]] = {}
         self._calls: Counter[str] = Counter()
         self._expected: Counter[str] = Counter()
         self._answers = 0
@@ -142,24 +277,24 @@ class Rewrapper:
 
     @property
     def calls(self) -> KmsCalls:
-        """What the KMS was asked for."""
+        """The calls that were made."""
         return KmsCalls(**self._calls)
 
     @property
     def expected_calls(self) -> KmsCalls:
-        """What a dry run would have asked for."""
+        """The calls that were counted instead of made."""
         return KmsCalls(**self._expected)
 
     def take_unreachable(self) -> KmsUnavailableError | None:
-        """Return the KMS's last error if it answered nothing at all since this was asked last."""
+        """Return the last error of the KMS if it has answered nothing since the last call of this method."""
         error = self._unreachable if self._answers == 0 else None
         self._answers, self._unreachable = 0, None
         return error
 
     def unwrap(self, wanted: Iterable[WrappedKey]) -> dict[WrappedKey, SecretBytes | KmsError]:
-        """Return what the KMS unwraps keys to that stay as they are."""
-        found: dict[WrappedKey, SecretBytes | KmsError] = {}
-        missing = self._unwrapped.split(wanted, found)
+        """Unwrap keys that stay as they are."""
+        known, missing = self._unwrapped.split(wanted)
+        found: dict[WrappedKey, SecretBytes | KmsError] = {**known}
         for key, outcome in zip(missing, self._unwrap(self._kms, missing), strict=True):
             found[key] = outcome
             if not isinstance(outcome, KmsError):
@@ -167,37 +302,34 @@ class Rewrapper:
         return found
 
     def expect_unwraps(self, wanted: Iterable[WrappedKey]) -> None:
-        """Count keys that stay as they are, and that the rotation itself would have to unwrap all the same."""
-        for key in self._counted_staying.split(wanted, {}):
+        """Count keys that stay as they are, and that the rotation itself would unwrap."""
+        for key in self._counted_staying.split(wanted)[1]:
             self._counted_staying.remember(key, None)
             self._expected.update(unwrap=1)
 
-    def rewrap(self, wanted: Iterable[RewrapTask]) -> dict[RewrapTask, Rewrapped | KmsError]:
-        """Return what wrapped keys became; the KMS is asked for all that are new together."""
+    def rewrap(self, wanted: Iterable[RewrapTask]) -> Outcomes:
+        """Re-wrap keys, all that are new together; return nothing if calls are only counted."""
         if self._only_count:
             self._count(wanted)
             return {}
-        found: dict[RewrapTask, Rewrapped | KmsError] = {}
-        missing = self._rewrapped.split(wanted, found)
-        moved = [task for task in missing if self.is_unwrapped(task)]
-        inside = [task for task in missing if not self.is_unwrapped(task)]
-        found.update(zip(moved, self._wrap_anew(moved), strict=True))
-        found.update(zip(inside, self._rewrap_inside(inside), strict=True))
+        known, missing = self._rewrapped.split(wanted)
+        new = self._replace([task for task in missing if self.is_unwrapped(task)])
+        new |= self._rewrap_inside([task for task in missing if not self.is_unwrapped(task)])
         for task in missing:
-            outcome = found[task]
+            outcome = new[task]
             if not isinstance(outcome, KmsError):
                 self._rewrapped.remember(task, outcome)
-        return found
+        return {**known, **new}
 
     def is_unwrapped(self, task: RewrapTask) -> bool:
-        """Return whether a key has to be seen here: another KMS wraps it, or another KEK takes its place."""
+        """Return whether a key has to be unwrapped here: another KMS wraps it, or another KEK replaces it."""
         if self._new_kms is not self._kms:
             return True
         old, new = task.old.master_key_id, task.new_master_key_id
         return task.is_kek and (self._new_keks or not self._kms.rewraps_by_itself(old, new))
 
     def _count(self, wanted: Iterable[RewrapTask]) -> None:
-        for task in self._counted.split(wanted, {}):
+        for task in self._counted.split(wanted)[1]:
             self._counted.remember(task, None)
             if not self.is_unwrapped(task):
                 self._expected.update(rewrap=1, unwrap=1)
@@ -205,71 +337,69 @@ class Rewrapper:
                 self._expected.update(unwrap=2, wrap=1)
             else:
                 self._expected.update(unwrap=1)
-                # A fresh KEK for each master key; its length is that of the old one, which only the KMS can show.
+                # One fresh KEK for each master key. Its length is unknown, and taken to be the same for all.
                 if task.new_master_key_id not in self._counted_keks:
                     self._counted_keks.add(task.new_master_key_id)
                     self._expected.update(unwrap=1, wrap=1)
 
-    def _rewrap_inside(self, tasks: Sequence[RewrapTask]) -> list[Rewrapped | KmsError]:
-        """Have the KMS rewrap, and unwrap what it made."""
+    def _rewrap_inside(self, tasks: Sequence[RewrapTask]) -> Outcomes:
+        """Have the KMS re-wrap keys, and unwrap the results."""
         wrapped = {task: self._given[task] for task in tasks if task in self._given}
         missing = [task for task in tasks if task not in wrapped]
         requests = [
             RewrapRequest(task.old.wrapped_key, task.old.master_key_id, task.new_master_key_id) for task in missing
         ]
         if requests:
-            wrapped |= zip(missing, self._asked("rewrap", self._kms.rewrap_many(requests)), strict=True)
-        return self._proven(self._kms, tasks, [wrapped[task] for task in tasks])
+            wrapped |= zip(missing, self._counting("rewrap", self._kms.rewrap_many(requests)), strict=True)
+        keys = self._unwrap_new(self._kms, {task: (task.new_master_key_id, wrapped[task]) for task in tasks})
+        outcomes: Outcomes = {}
+        for task, key in keys.items():
+            new = wrapped[task]
+            if isinstance(new, KmsError):
+                outcomes[task] = new
+            else:
+                outcomes[task] = key if isinstance(key, KmsError) else Rewrapped(new, task.new_master_key_id, key)
+        return outcomes
 
-    def _wrap_anew(self, tasks: Sequence[RewrapTask]) -> list[Rewrapped | KmsError]:
-        """Unwrap, and have the KMS wrap fresh KEKs or the same DEKs, and unwrap what it made."""
-        old_keys = self._unwrap(self._kms, [task.old for task in tasks])
-        usable: dict[RewrapTask, SecretBytes] = {}
-        outcomes: dict[RewrapTask, Rewrapped | KmsError] = {}
-        for task, key in zip(tasks, old_keys, strict=True):
+    def _replace(self, tasks: Sequence[RewrapTask]) -> Outcomes:
+        """Unwrap keys, and have the KMS wrap the same DEKs, or fresh KEKs."""
+        outcomes: Outcomes = {}
+        keys: dict[RewrapTask, SecretBytes] = {}
+        for task, key in zip(tasks, self._unwrap(self._kms, [task.old for task in tasks]), strict=True):
             if isinstance(key, KmsError):
                 outcomes[task] = key
             else:
-                usable[task] = key
-        outcomes.update(self._moved_before(outcomes))
-        outcomes.update(self._with_fresh_keks({task: key for task, key in usable.items() if task.is_kek}))
-        same = [task for task in usable if not task.is_kek]
-        wrapped = self._wrap([WrapRequest(usable[task], task.new_master_key_id) for task in same])
-        for task, outcome in zip(same, self._proven(self._new_kms, same, wrapped), strict=True):
-            is_other = isinstance(outcome, Rewrapped) and outcome.key != usable[task]
-            outcomes[task] = self._not_the_same("rewrap", task.new_master_key_id) if is_other else outcome
-        return [outcomes[task] for task in tasks]
-
-    def _with_fresh_keks(self, old_keys: dict[RewrapTask, SecretBytes]) -> dict[RewrapTask, Rewrapped | KmsError]:
-        """Give each master key one fresh KEK of each length for the whole run."""
-        wanted = {(task.new_master_key_id, key.length_bits) for task, key in old_keys.items()}
-        missing = sorted(wanted - self._fresh_keks.keys())
-        keks = [Kek.generate(length_bits) for _, length_bits in missing]
-        new_ids = [master_key_id for master_key_id, _ in missing]
-        wrapped = self._wrap([WrapRequest(kek.key, new_id) for kek, new_id in zip(keks, new_ids, strict=True)])
-        keys = self._unwrap_new(self._new_kms, new_ids, wrapped)
-        failed: dict[tuple[str, int], KmsError] = {}
-        for kind, kek, new, key in zip(missing, keks, wrapped, keys, strict=True):
-            if isinstance(new, KmsError):
-                failed[kind] = new
-            elif isinstance(key, KmsError):
-                failed[kind] = key
-            elif key != kek.key:
-                failed[kind] = self._not_the_same("wrap", kind[0])
+                keys[task] = key
+        outcomes |= self._moved_before(outcomes)
+        deks = self._wrap({task: (task.new_master_key_id, key) for task, key in keys.items() if not task.is_kek})
+        keks = self._wrapped_keks((task.new_master_key_id, key) for task, key in keys.items() if task.is_kek)
+        for task, key in keys.items():
+            if task.is_kek:
+                kek = keks[task.new_master_key_id, key.length_bits]
+                new, fresh = (kek, None) if isinstance(kek, KmsError) else (kek[1], kek[0])
             else:
-                self._fresh_keks[kind] = (kek, new, key)
-        outcomes: dict[RewrapTask, Rewrapped | KmsError] = {}
-        for task, old_key in old_keys.items():
-            kind = (task.new_master_key_id, old_key.length_bits)
-            if kind in failed:
-                outcomes[task] = failed[kind]
-            else:
-                kek, new_wrapped, fresh = self._fresh_keks[kind]
-                outcomes[task] = Rewrapped(new_wrapped, task.new_master_key_id, fresh, kek, old_key)
+                new, fresh = deks[task], None
+            outcomes[task] = (
+                new if isinstance(new, KmsError) else Rewrapped(new, task.new_master_key_id, key, fresh)
+            )
         return outcomes
 
-    def _moved_before(self, failed: Mapping[RewrapTask, Rewrapped | KmsError]) -> dict[RewrapTask, Rewrapped]:
-        """Find the keys that an earlier run, which was cut off, moved to the other KMS."""
+    def _wrapped_keks(
+        self, wanted: Iterable[tuple[str, SecretBytes]]
+    ) -> dict[tuple[str, int], tuple[Kek, str] | KmsError]:
+        """Return one fresh KEK for each master key and length; the same ones in the whole run."""
+        kinds = {(master_key_id, old.length_bits) for master_key_id, old in wanted}
+        new = {kind: Kek.generate(kind[1]) for kind in sorted(kinds - self._fresh_keks.keys())}
+        failed: dict[tuple[str, int], tuple[Kek, str] | KmsError] = {}
+        for kind, wrapped in self._wrap({kind: (kind[0], kek.key) for kind, kek in new.items()}).items():
+            if isinstance(wrapped, KmsError):
+                failed[kind] = wrapped
+            else:
+                self._fresh_keks[kind] = new[kind], wrapped
+        return {**self._fresh_keks, **failed}
+
+    def _moved_before(self, failed: Mapping[RewrapTask, Rewrapped | KmsError]) -> Outcomes:
+        """Find the keys that an earlier run, which was interrupted, moved to the other KMS."""
         if self._new_kms is self._kms:
             return {}
         unknown = [
@@ -277,58 +407,52 @@ class Rewrapper:
             for task, error in failed.items()
             if isinstance(error, WrappedKeyInvalidError | MasterKeyNotFoundError)
         ]
-        # What was moved says where it is, which in the KMS that it came from may be the name of another key.
+        # A moved key names a master key of the new KMS; in the old KMS that name may belong to another key.
         keys = self._unwrap(self._new_kms, [task.old for task in unknown])
         return {
-            task: Rewrapped(task.old.wrapped_key, task.old.master_key_id, key, None, key, was_there=True)
+            task: Rewrapped(task.old.wrapped_key, task.old.master_key_id, key, was_there=True)
             for task, key in zip(unknown, keys, strict=True)
             if not isinstance(key, KmsError)
         }
 
-    def _proven(
-        self, kms: KmsClient, tasks: Sequence[RewrapTask], wrapped: Sequence[str | KmsError]
-    ) -> list[Rewrapped | KmsError]:
-        """Return what wrapped keys became, given the new ones: what the KMS unwraps these to is the proof."""
-        keys = self._unwrap_new(kms, [task.new_master_key_id for task in tasks], wrapped)
-        return [
-            new
-            if isinstance(new, KmsError)
-            else (key if isinstance(key, KmsError) else Rewrapped(new, task.new_master_key_id, key, None, key))
-            for task, new, key in zip(tasks, wrapped, keys, strict=True)
-        ]
+    # --- calls of the KMS, counted ---
 
-    def _not_the_same(self, operation: str, master_key_id: str) -> KmsError:
-        return KmsResponseInvalidError(
-            "the new wrapped key does not unwrap to the same key",
-            backend=self._new_kms.backend,
-            operation=operation,
-            master_key_id=master_key_id,
-        )
+    def _wrap(self, keys: Mapping[K, tuple[str, SecretBytes]]) -> dict[K, str | KmsError]:
+        """Have the new KMS wrap keys under master keys; each result is proven by unwrapping it."""
+        requests = [WrapRequest(key, master_key_id) for master_key_id, key in keys.values()]
+        wrapped = self._counting("wrap", self._new_kms.wrap_many(requests)) if requests else []
+        new = {name: (keys[name][0], outcome) for name, outcome in zip(keys, wrapped, strict=True)}
+        outcomes: dict[K, str | KmsError] = {}
+        for name, unwrapped in self._unwrap_new(self._new_kms, new).items():
+            master_key_id, key = keys[name]
+            if isinstance(unwrapped, KmsError):
+                outcomes[name] = unwrapped
+            elif unwrapped != key:
+                outcomes[name] = KmsResponseInvalidError(
+                    "the new wrapped key does not unwrap to the same key",
+                    backend=self._new_kms.backend,
+                    operation="wrap",
+                    master_key_id=master_key_id,
+                )
+            else:
+                outcomes[name] = new[name][1]
+        return outcomes
 
-    # --- the KMS, counted ---
-
-    def _wrap(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
-        return self._asked("wrap", self._new_kms.wrap_many(requests)) if requests else []
+    def _unwrap_new(
+        self, kms: KmsClient, new: Mapping[K, tuple[str, str | KmsError]]
+    ) -> dict[K, SecretBytes | KmsError]:
+        """Unwrap new wrapped keys, given with their master keys; an error in place of a key stays."""
+        made = [WrappedKey(master_key_id, key) for master_key_id, key in new.values() if isinstance(key, str)]
+        keys = iter(self._unwrap(kms, made))
+        return {name: key if isinstance(key, KmsError) else next(keys) for name, (_, key) in new.items()}
 
     def _unwrap(self, kms: KmsClient, keys: Sequence[WrappedKey]) -> list[SecretBytes | KmsError]:
         if not keys:
             return []
         requests = [UnwrapRequest(key.wrapped_key, key.master_key_id) for key in keys]
-        return self._asked("unwrap", kms.unwrap_many(requests))
+        return self._counting("unwrap", kms.unwrap_many(requests))
 
-    def _unwrap_new(
-        self, kms: KmsClient, new_master_key_ids: Sequence[str], wrapped: Sequence[str | KmsError]
-    ) -> list[SecretBytes | KmsError]:
-        """Unwrap what was just made; where there is nothing, the error is that."""
-        made = [
-            WrappedKey(new_id, new)
-            for new_id, new in zip(new_master_key_ids, wrapped, strict=True)
-            if not isinstance(new, KmsError)
-        ]
-        keys = iter(self._unwrap(kms, made))
-        return [new if isinstance(new, KmsError) else next(keys) for new in wrapped]
-
-    def _asked(self, operation: str, outcomes: list[V | KmsError]) -> list[V | KmsError]:
+    def _counting(self, operation: str, outcomes: list[V | KmsError]) -> list[V | KmsError]:
         self._calls[operation] += len(outcomes)
         for outcome in outcomes:
             if isinstance(outcome, KmsUnavailableError):
@@ -343,7 +467,7 @@ class Rewrapper:
 
 @dataclass(frozen=True)
 class KmsInstance:
-    """What footer key material says of the KMS, for people."""
+    """The KMS that footer key material names, for people."""
 
     instance_id: str = "DEFAULT"
     instance_url: str = "DEFAULT"
@@ -351,11 +475,7 @@ class KmsInstance:
 
 @dataclass(frozen=True)
 class NewMaterial:
-    """New key material.
-
-    Attributes:
-        dek: The DEK that it leads to, by way of what the KMS unwrapped.
-    """
+    """New key material, and its DEK as unwrapped from it."""
 
     text: str
     dek: SecretBytes
@@ -364,20 +484,20 @@ class NewMaterial:
 def new_material(
     text: str | bytes, material: KeyMaterial, rewrapped: Rewrapped, instance: KmsInstance | None
 ) -> NewMaterial:
-    """Return key material with its wrapped key replaced; fields that we do not know stay.
+    """Return key material with its wrapped key replaced; unknown fields stay.
 
     Raises:
-        KeyMaterialError: What the KMS unwrapped is not the KEK of the wrapped DEK.
+        KeyMaterialError: The unwrapped KEK does not unwrap the DEK.
     """
     fields = parse_object(text, "key material")
     fields["masterKeyID"] = _in_the_same_form(material.master_key_id, rewrapped.new_master_key_id)
-    dek = dek_of(material, rewrapped.old_key)
+    dek = dek_of(material, rewrapped.key)
     fields["wrappedDEK" if material.kek_id is None else "wrappedKEK"] = rewrapped.wrapped_key
     kek = rewrapped.new_kek
     if kek is not None:
         fields["keyEncryptionKeyID"] = encode(kek.kek_id)
         fields["wrappedDEK"] = kek.wrap_dek(dek)
-        if Kek(kek.kek_id, rewrapped.key).unwrap_dek(fields["wrappedDEK"]) != dek:
+        if kek.unwrap_dek(fields["wrappedDEK"]) != dek:
             raise KeyMaterialError("wrappedDEK: the new KEK does not lead to the same DEK")
     if instance is not None and material.is_footer_key:
         fields["kmsInstanceID"] = instance.instance_id
@@ -386,8 +506,8 @@ def new_material(
 
 
 def _in_the_same_form(stored: str, new_master_key_id: str) -> str:
-    """Return a master key id percent-encoded if the one before it was: so the file's readers expect it."""
-    was_encoded = decode_master_key_id(stored) != stored
+    """Return a master key id percent-encoded if the old one was, as the file's readers expect."""
     if decode_master_key_id(stored) == new_master_key_id:
         return stored
+    was_encoded = decode_master_key_id(stored) != stored
     return encode_master_key_id(new_master_key_id) if was_encoded else new_master_key_id

@@ -1,21 +1,24 @@
-"""The tail of a Parquet file, from its footer on: read, made anew, and checked."""
+"""New key metadata and key material in place of the old: made, checked, and put in place.
+
+At each moment, either the old file is there, complete, or the new one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import importlib.util
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from parquet_keytools.encryption.aad import FOOTER_PLACE, AadPrefix
-from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
+from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.protection import FooterMode
-from parquet_keytools.errors import (
-    ChangedMeanwhileError,
-    FileChangedError,
-    KeytoolsError,
-    OutputError,
-)
-from parquet_keytools.files.opened_file import VerifiedTail
+from parquet_keytools.errors import ChangedMeanwhileError, FileChangedError, KeytoolsError, OutputError
+from parquet_keytools.files.replacement import replacement
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, TRAILER_LENGTH, with_trailer
 from parquet_keytools.format.records import Record
@@ -27,76 +30,15 @@ from parquet_keytools.format.structs import (
     RowGroup,
 )
 from parquet_keytools.format.thrift import Entry
+from parquet_keytools.keys.material_store import MAX_FILE_BYTES
+from parquet_keytools.rotation.file_keys import Tail, changed_while_rotated, check_unchanged
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import ends_with, open_source
+from parquet_keytools.storage.outputs import LocalSink
+from parquet_keytools.storage.sources import ends_with, open_source, read_whole
 
-
-@dataclass(frozen=True)
-class Tail(VerifiedTail):
-    """The tail of a file as it was read; of what it says, nothing was verified yet.
-
-    Attributes:
-        state: What the operating system or the store said of the file before it was read.
-    """
-
-    state: tuple[object, ...]
-
-
-def read_tail(location: FileLocation) -> tuple[Tail, FooterEnvelope]:
-    """Read the tail of a file, and what its footer says without a key.
-
-    Raises:
-        ParquetFormatError: It is not a Parquet file.
-        OSError: It cannot be read.
-    """
-    # Taken before the file is read: a change while it is read shows when the state is compared.
-    state = file_state(location)
-    with open_source(location) as source:
-        envelope = read_envelope(source)
-    offset, data = envelope.footer_offset, envelope.tail
-    return Tail(offset + len(data), offset, data, state), envelope
-
-
-def check_unchanged(location: FileLocation, tail: Tail) -> None:
-    """Raise if a file is no longer the one whose tail was read.
-
-    Raises:
-        ChangedMeanwhileError: It changed, or is gone.
-    """
-    try:
-        if file_state(location) == tail.state:
-            with open_source(location) as source:
-                if ends_with(source, tail.offset, tail.data):
-                    return
-    except FileNotFoundError:
-        pass
-    raise changed_while_rotated(location)
-
-
-def changed_while_rotated(location: FileLocation) -> ChangedMeanwhileError:
-    """Return the error for a file that somebody else changed."""
-    return ChangedMeanwhileError(f"{location} changed while its keys were rotated.", hint="Try again.")
-
-
-def file_state(location: FileLocation) -> tuple[object, ...]:
-    """Return what changes when a file is replaced or written to.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-    """
-    if location.is_local:
-        return state_of_local(location.path)
-    if location.is_in_s3:
-        with location.filesystem.open_input_file(location.path) as file:
-            said = dict(file.metadata())
-            # Times there are whole seconds: two rotations of one file may take less.
-            return file.size(), said.get("ETag") or said.get("Last-Modified")
-    info = location.info()
-    if info.size is None:
-        raise FileNotFoundError(f"there is no file {location}")
-    return info.size, info.mtime_ns
+# --- a new tail ---
 
 
 def footer_of(tail: bytes) -> bytes:
@@ -105,21 +47,21 @@ def footer_of(tail: bytes) -> bytes:
 
 
 def new_tail(tail: Tail, footer: Footer, new_key_metadata: Mapping[bytes, bytes]) -> bytes:
-    """Return a tail with key metadata replaced; every field that is not key metadata stays as it is.
+    """Return a tail with key metadata replaced; all other fields stay as they are.
 
-    The footer's DEK encrypts or signs once more, with a fresh nonce: nothing counts how often it did before. The
-    limit of 2**32 (spec 4.1.4) is far beyond what rotations come to.
+    The footer's DEK encrypts or signs once more, with a fresh nonce. Rotations stay far below the limit of 2**32
+    invocations (spec 4.1.4), so they are not counted.
 
     Args:
-        tail: As it was read.
-        footer: Of that tail, authenticated. It stays as it is: `check_new_tail` compares with it.
+        tail: The tail as it was read.
+        footer: Its footer, authenticated. It is not changed: `check_new_tail` compares with it.
         new_key_metadata: Old key metadata -> new.
     """
     assert footer.cipher is not None
     known: dict[bytes, bytes] = {}
 
     def changed(crypto: bytes) -> bytes:
-        # The same in every row group, as a rule.
+        # Usually the same in every row group.
         if crypto not in known:
             read, _ = ColumnCryptoMetaData.read(crypto)
             column = read.encryption_with_column_key
@@ -151,31 +93,33 @@ def _replaced(key_metadata: bytes | None, new: Mapping[bytes, bytes]) -> bytes |
     return None if key_metadata is None else new.get(key_metadata, key_metadata)
 
 
+# --- checks of a new file, before it replaces the old one ---
+
+
 REFUSED_HINT = (
     "The file is as it was: it was changed while it was rotated, or this is a fault of parquet-keytools. Check it "
     "with `verify`, and rotate it again. If it conforms and is refused again, report that with this message."
 )
-"""What to do when the proof of new bytes fails, before they take the place of the old ones."""
 
 
 @contextlib.contextmanager
 def proving(what: str, path: str) -> Iterator[None]:
-    """Read new bytes as a reader does, before they take the place of the old ones.
+    """Read new bytes as a reader does.
 
     Args:
         what: What they are, for people.
         path: The file.
 
     Raises:
-        OutputError: They do not authenticate, or are not what the format says.
-        FileChangedError: Somebody changes them just now; all is read again.
+        OutputError: They do not authenticate, or are not valid.
+        FileChangedError: They changed just now; everything has to be read again.
     """
     try:
         yield
     except (FileChangedError, OutputError):
         raise
     except KeytoolsError as error:
-        # What this error advises is for readers of the file, which is as it was.
+        # Its hint is for readers of the file, which is as it was.
         reason = str(error).removesuffix(error.hint).removeprefix(f"{path}: ").rstrip(" .")
         raise OutputError(f"{path}: {what} cannot be read: {reason}.", hint=REFUSED_HINT) from error
 
@@ -189,25 +133,25 @@ def check_new_tail(
     old: Footer,
     new_key_metadata: Mapping[bytes, bytes],
 ) -> None:
-    """Read a file with a new tail as a reader does, with the DEK that the new key material leads to.
+    """Read a file with a new tail as a reader does, and compare its footer with the old one.
 
     Args:
         source: The file.
         offset: Where the tail begins.
         tail: What was written there.
-        footer_dek: See above.
-        aad_prefix: The one that is expected.
-        old: The footer as it was read before; nothing that `new_tail` wrote proves itself.
+        footer_dek: The DEK that the new key material leads to.
+        aad_prefix: The expected AAD prefix.
+        old: The old footer. What `new_tail` made of it is no proof.
         new_key_metadata: As for `new_tail`.
 
     Raises:
-        OutputError: It is not what was to be written, or does not authenticate.
-        FileChangedError: Somebody changes it just now.
+        OutputError: It was not written as intended, or does not authenticate.
+        FileChangedError: It changed just now.
     """
     check_read_back(source, offset, tail)
     with proving("the new footer", source.path):
         new = read_envelope(source).open(footer_dek, aad_prefix)
-    if not _is_same_footer(new, old, new_key_metadata):
+    if _content(new, {}) != _content(old, new_key_metadata):
         raise OutputError(f"{source.path}: the new footer is not that of the file.", hint=REFUSED_HINT)
 
 
@@ -217,69 +161,48 @@ def check_read_back(source: ByteSource, offset: int, written: bytes) -> None:
         raise OutputError(f"{source.path}: what was written does not read back.", hint="Check the disk.")
 
 
-def _is_same_footer(new: Footer, old: Footer, new_key_metadata: Mapping[bytes, bytes]) -> bool:
-    """Return whether two footers differ in key metadata alone, which is replaced wherever it occurs."""
-    if new.mode is not old.mode or new.file_aad != old.file_aad:
-        return False
-    if new.key_metadata != _replaced(old.key_metadata, new_key_metadata):
-        return False
+def _content(footer: Footer, new_key_metadata: Mapping[bytes, bytes]) -> tuple[object, ...]:
+    """Return all that a footer says, with key metadata replaced."""
     replaced = [FileMetaData.row_groups.field_id]
-    if old.mode is FooterMode.PLAINTEXT_FOOTER:
+    crypto_metadata: dict[int, Entry] = {}
+    if footer.mode is FooterMode.PLAINTEXT_FOOTER:
         replaced.append(FileMetaData.footer_signing_key_metadata.field_id)
-    elif _crypto_metadata_of(new) != _crypto_metadata_of(old):
-        return False
-    if _without(new.metadata, *replaced) != _without(old.metadata, *replaced):
-        return False
-    return _are_same_row_groups(new, old, new_key_metadata)
+    else:
+        read, _ = FileCryptoMetaData.read(footer_of(footer.envelope.tail))
+        crypto_metadata = _without(read, FileCryptoMetaData.key_metadata.field_id)
+    known: dict[bytes | None, object] = {None: None}
 
+    def of_crypto(crypto: bytes | None) -> object:
+        if crypto not in known:
+            known[crypto] = _content_of_crypto(crypto, new_key_metadata)
+        return known[crypto]
 
-def _crypto_metadata_of(footer: Footer) -> dict[int, Entry]:
-    crypto_metadata, _ = FileCryptoMetaData.read(footer_of(footer.envelope.tail))
-    return _without(crypto_metadata, FileCryptoMetaData.key_metadata.field_id)
-
-
-def _are_same_row_groups(new: Footer, old: Footer, new_key_metadata: Mapping[bytes, bytes]) -> bool:
-    proven: set[tuple[bytes, bytes]] = set()
-
-    def is_same_crypto(new_crypto: bytes | None, old_crypto: bytes | None) -> bool:
-        if new_crypto is None or old_crypto is None:
-            return new_crypto is old_crypto
-        pair = new_crypto, old_crypto
-        if pair not in proven:
-            if not _is_same_crypto(new_crypto, old_crypto, new_key_metadata):
-                return False
-            # The same in every row group, as a rule.
-            proven.add(pair)
-        return True
-
-    columns = RowGroup.columns.field_id
-    if len(new.row_groups) != len(old.row_groups):
-        return False
-    for new_group, old_group in zip(new.row_groups, old.row_groups, strict=True):
-        if _without(new_group, columns) != _without(old_group, columns):
-            return False
-        new_chunks, old_chunks = new_group.cut_chunks(), old_group.cut_chunks()
-        if len(new_chunks) != len(old_chunks):
-            return False
-        for (before, crypto, after), (old_before, old_crypto, old_after) in zip(
-            new_chunks, old_chunks, strict=True
-        ):
-            if before != old_before or after != old_after or not is_same_crypto(crypto, old_crypto):
-                return False
-    return True
-
-
-def _is_same_crypto(new: bytes, old: bytes, new_key_metadata: Mapping[bytes, bytes]) -> bool:
-    new_crypto, old_crypto = ColumnCryptoMetaData.read(new)[0], ColumnCryptoMetaData.read(old)[0]
-    new_column, old_column = new_crypto.encryption_with_column_key, old_crypto.encryption_with_column_key
-    if new_column is None or old_column is None:
-        return new_crypto == old_crypto
-    with_column_key = ColumnCryptoMetaData.encryption_with_column_key.field_id
-    key_metadata = EncryptionWithColumnKey.key_metadata.field_id
     return (
-        new_column.key_metadata == _replaced(old_column.key_metadata, new_key_metadata)
-        and _without(new_column, key_metadata) == _without(old_column, key_metadata)
-        and _without(new_crypto, with_column_key) == _without(old_crypto, with_column_key)
+        footer.mode,
+        footer.file_aad,
+        _replaced(footer.key_metadata, new_key_metadata),
+        crypto_metadata,
+        _without(footer.metadata, *replaced),
+        [
+            (
+                _without(row_group, RowGroup.columns.field_id),
+                [(before, of_crypto(crypto), after) for before, crypto, after in row_group.cut_chunks()],
+            )
+            for row_group in footer.row_groups
+        ],
+    )
+
+
+def _content_of_crypto(crypto: bytes | None, new_key_metadata: Mapping[bytes, bytes]) -> object:
+    assert crypto is not None
+    read, _ = ColumnCryptoMetaData.read(crypto)
+    column = read.encryption_with_column_key
+    if column is None:
+        return _without(read)
+    return (
+        _without(read, ColumnCryptoMetaData.encryption_with_column_key.field_id),
+        _without(column, EncryptionWithColumnKey.key_metadata.field_id),
+        _replaced(column.key_metadata, new_key_metadata),
     )
 
 
@@ -287,8 +210,14 @@ def _without(record: Record, *field_ids: int) -> dict[int, Entry]:
     return {field_id: entry for field_id, entry in record.struct.fields.items() if field_id not in field_ids}
 
 
+# --- new bytes put in place ---
+
+
 CheckWritten = Callable[[ByteSource], None]
-"""Raises if what was written is not what was meant; called before the file takes its place."""
+"""Raises an error if a file was not written as intended; called before it replaces the old file."""
+
+COPY_LENGTH = 8 * 1024 * 1024
+"""How many bytes are copied at a time if they go through this process."""
 
 
 @dataclass(frozen=True)
@@ -297,10 +226,149 @@ class ReplacedTail:
 
     Attributes:
         how: For people.
-        bytes_written: What went through this process.
-        bytes_copied: What the operating system or the store copied by itself.
+        bytes_written: Bytes that went through this process.
+        bytes_copied: Bytes that the operating system or the store copied.
     """
 
     how: str
     bytes_written: int
     bytes_copied: int
+
+
+def replace_tail(
+    location: FileLocation, tail: Tail, new: bytes, check: CheckWritten, *, locked_folder: str | None = None
+) -> ReplacedTail:
+    """Give a file a new tail.
+
+    Raises:
+        ChangedMeanwhileError: The file changed after it was read; nothing was changed here.
+        KeytoolsError: Any error of `check`; nothing was changed.
+        OSError: The file cannot be written; nothing was changed.
+    """
+    reason = why_unconditional(location)
+    if reason is None:
+        from parquet_keytools.rotation.s3_replacement import replace_object_tail
+
+        return ReplacedTail(*replace_object_tail(location, tail, new, check))
+    with replacement(location, lambda: check_unchanged(location, tail), locked_folder=locked_folder) as pending:
+        with pending.open_sink() as sink:
+            if location.is_local:
+                assert isinstance(sink, LocalSink)
+                with Path(location.path).open("rb") as opened:
+                    how = copy_beginning(opened.fileno(), sink.file_descriptor, tail.offset)
+            else:
+                how = None
+                sink.reserve(tail.offset + len(new))
+                with open_source(location) as source:
+                    for offset in range(0, tail.offset, COPY_LENGTH):
+                        sink.write_at(offset, source.read_at(offset, min(COPY_LENGTH, tail.offset - offset)))
+            sink.write_at(tail.offset, new)
+        with pending.open_written() as written:
+            check(written)
+    by_hand = 0 if how == COPIED_IN_KERNEL else tail.offset
+    text = f"new tail, data {how}" if how is not None else f"rewritten whole{f'; {reason}' if reason else ''}"
+    return ReplacedTail(text, len(new) + by_hand, tail.offset - by_hand)
+
+
+def why_unconditional(location: FileLocation) -> str | None:
+    """Return why a file cannot be replaced on a condition, its data copied by the store; None if it can.
+
+    Returns:
+        The reason for people if the file is in S3; else an empty text.
+    """
+    if not location.is_in_s3:
+        return ""
+    if importlib.util.find_spec("boto3") is None:
+        return "with the extra `aws` the store would copy the data"
+    from parquet_keytools.storage.s3_connection import can_reach
+
+    if can_reach(location.filesystem):
+        return None
+    return "with access keys, and no role that Arrow assumes, the store would copy the data"
+
+
+COPIED_IN_KERNEL = "copied in the kernel"
+COPIED = "copied"
+
+_UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ETXTBSY)
+"""Errors of a file system whose files the kernel cannot copy; all others are errors of the disk."""
+
+
+def copy_beginning(source: int, target: int, length: int) -> str:
+    """Copy the first `length` bytes of a file into an empty one.
+
+    Returns:
+        How they were copied.
+
+    Raises:
+        ChangedMeanwhileError: The source became shorter.
+        OSError: The source cannot be read, or the target cannot be written.
+    """
+    copied = _copy_in_kernel(source, target, length)
+    if copied == length:
+        return COPIED_IN_KERNEL
+    while copied < length:
+        data = operating_system.read_at(source, min(COPY_LENGTH, length - copied), copied)
+        if not data:
+            raise ChangedMeanwhileError("the file became shorter while it was copied.", hint="Try again.")
+        view = memoryview(data)
+        while view:
+            written = operating_system.write_at(target, view, copied)
+            copied += written
+            view = view[written:]
+    return COPIED
+
+
+def _copy_in_kernel(source: int, target: int, length: int) -> int:
+    """Return how many bytes the kernel copied, or shared between the files; fewer than all if it cannot go on."""
+    copied = 0
+    if sys.platform != "linux" or not hasattr(os, "copy_file_range"):
+        return copied
+    while copied < length:
+        try:
+            # At most about 2 GiB at a time, and possibly less.
+            count = os.copy_file_range(source, target, length - copied, copied, copied)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                break
+            raise
+        if count == 0:
+            break  # Some file systems return 0 if they do not support it; the copy by hand finds the end.
+        copied += count
+    return copied
+
+
+def replace_external_material(
+    location: FileLocation,
+    old: bytes,
+    new: bytes,
+    check_parquet_file: Callable[[], None],
+    *,
+    locked_folder: str | None = None,
+) -> None:
+    """Replace a key material file.
+
+    Raises:
+        ChangedMeanwhileError: Its content changed.
+        OutputError: It cannot be written, or does not read back.
+    """
+
+    def check() -> None:
+        try:
+            check_parquet_file()
+            if read_whole(location, MAX_FILE_BYTES) == old:
+                return
+        except FileNotFoundError:
+            pass
+        raise changed_while_rotated(location)
+
+    if why_unconditional(location) is None:
+        from parquet_keytools.rotation.s3_replacement import replace_object
+
+        replace_object(location, new, check)
+        return
+    with replacement(location, check, locked_folder=locked_folder) as pending:
+        with pending.open_sink() as sink:
+            sink.write_at(0, new)
+        with pending.open_written() as written:
+            check_read_back(written, 0, new)

@@ -34,8 +34,7 @@ from parquet_keytools.errors import (
     ReusedKeysError,
 )
 from parquet_keytools.files import conversion
-from parquet_keytools.files.conversion import FileResult
-from parquet_keytools.files.file_plan import FilePlan, plan_files
+from parquet_keytools.files.conversion import FilePlan, FileResult, plan_files
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.kms.client import KmsClient, RewrapRequest
@@ -44,8 +43,14 @@ from parquet_keytools.rotation.inventory import FileKeyUses, Inventory, uses_of_
 from parquet_keytools.rotation.rekeying import RekeyRequest, rekey_data_set
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask
-from parquet_keytools.rotation.rewrapping import Rewrapping, rotate_data_set
-from parquet_keytools.rotation.rotation_plan import RotationPlan, plan_rotation, prefix_of, trust_master_keys
+from parquet_keytools.rotation.rotate import (
+    Rewrapping,
+    RotationPlan,
+    plan_rotation,
+    prefix_of,
+    rotate_data_set,
+    trust_master_keys,
+)
 from parquet_keytools.spark.map_files import (
     FAILED,
     FileFunction,

@@ -34,7 +34,7 @@ from parquet_keytools.errors import (
     FileChangedError,
     TableMismatchError,
 )
-from parquet_keytools.files import file_opening, files_ahead
+from parquet_keytools.files import files_ahead, opened_file
 from parquet_keytools.keys.kek import Kek
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -70,13 +70,13 @@ def write(folder: Path, tools: Keytools, count: int = FILES) -> Path:
 def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count how often each folder's file is opened."""
     counts: Counter[str] = Counter()
-    read = file_opening._read_envelope
+    read = opened_file._read_envelope
 
     def counted(location: Any) -> Any:
         counts[Path(location.path).parent.name] += 1
         return read(location)
 
-    monkeypatch.setattr(file_opening, "_read_envelope", counted)
+    monkeypatch.setattr(opened_file, "_read_envelope", counted)
     return counts
 
 

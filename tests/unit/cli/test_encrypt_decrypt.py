@@ -366,7 +366,7 @@ def test_a_run_that_was_cut_off_is_continued(
     # What is not the result of this command stays, and is an error.
     (target / PARTS[0]).write_bytes(b"somebody's")
     done = run(*ask)
-    assert done.exit_code == 1 and "is not what converting" in done.stderr
+    assert done.exit_code == 1 and "differs from what converting" in done.stderr
     assert (target / PARTS[0]).read_bytes() == b"somebody's"
     done = run(*ask, "--overwrite")
     assert done.exit_code == 0 and "2 skipped" in done.stdout

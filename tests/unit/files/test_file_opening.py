@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pyarrow import fs as pafs
 
-from parquet_keytools.files import file_opening
+from parquet_keytools.files import opened_file
 from parquet_keytools.storage.locations import FileLocation
 
 FILES = 8
@@ -27,21 +27,21 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(threading.get_ident())
         return location, None
 
-    monkeypatch.setattr(file_opening, "_read_envelope", read)
+    monkeypatch.setattr(opened_file, "_read_envelope", read)
     return found
 
 
 def read_envelopes(filesystem: pafs.FileSystem, folder: Path) -> None:
     locations = [FileLocation(filesystem, str(folder / f"{number}.parquet")) for number in range(FILES)]
     with ThreadPoolExecutor(2) as pool:
-        envelopes: list[Any] = [*file_opening._read_envelopes(locations, pool)]
+        envelopes: list[Any] = [*opened_file._read_envelopes(locations, pool)]
     assert [read for read, _ in envelopes] == locations
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let this pass from each look at the clock to the next one."""
     times = count(0, seconds)
-    monkeypatch.setattr(file_opening, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(opened_file, "time", SimpleNamespace(monotonic=lambda: next(times)))
 
 
 def test_footers_of_a_local_disk_are_read_at_once(

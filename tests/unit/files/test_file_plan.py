@@ -6,7 +6,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.arrow.callbacks import DelegatingHandler
 from parquet_keytools.errors import OutputError, ParquetFormatError
-from parquet_keytools.files.file_plan import FilePlan, plan_files
+from parquet_keytools.files.conversion import FilePlan, plan_files
 from parquet_keytools.storage.locations import FileLocation
 
 

@@ -19,8 +19,8 @@ from parquet_keytools.rotation.data_set_run import (
     RunOptions,
     change_data_set,
 )
+from parquet_keytools.rotation.file_keys import changed_while_rotated
 from parquet_keytools.rotation.report import FileRotation, Outcome, RotationReport
-from parquet_keytools.rotation.tail import changed_while_rotated
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.walk import Unseen
 

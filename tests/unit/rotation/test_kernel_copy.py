@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from parquet_keytools.errors import ChangedMeanwhileError
-from parquet_keytools.rotation.replaced_keys import COPIED, COPIED_IN_KERNEL, REFLINKED, copy_beginning
+from parquet_keytools.rotation.tail import COPIED, COPIED_IN_KERNEL, copy_beginning
 
 CONTENT = os.urandom(300_000)
 LENGTH = 250_001
@@ -35,11 +34,10 @@ def refuse(code: int) -> Any:
 
 def test_in_the_kernel(tmp_path: Path) -> None:
     how, content = copy(tmp_path)
-    assert how in (COPIED_IN_KERNEL, REFLINKED) and content == CONTENT[:LENGTH]
+    assert how == COPIED_IN_KERNEL and content == CONTENT[:LENGTH]
 
 
 def test_short_copies_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "ioctl", refuse(errno.EOPNOTSUPP))
     original = os.copy_file_range
     monkeypatch.setattr(os, "copy_file_range", lambda s, t, n, a, b: original(s, t, min(n, 1000), a, b))
     assert copy(tmp_path) == (COPIED_IN_KERNEL, CONTENT[:LENGTH])
@@ -48,7 +46,6 @@ def test_short_copies_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("done", [0, 100_000])
 def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, done: int) -> None:
-    monkeypatch.setattr(fcntl, "ioctl", refuse(code))
     original = os.copy_file_range
 
     def some(source: int, target: int, count: int, at: int, to: int) -> int:
@@ -60,31 +57,13 @@ def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, don
     assert copy(tmp_path) == (COPIED, CONTENT[:LENGTH])
 
 
-def test_reflinked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def clone(target: int, request: int, source: int) -> int:
-        assert request == 0x40049409  # FICLONE of linux/fs.h
-        os.pwrite(target, os.pread(source, len(CONTENT), 0), 0)
-        return 0
-
-    monkeypatch.setattr(fcntl, "ioctl", clone)
-    assert copy(tmp_path) == (REFLINKED, CONTENT[:LENGTH])
-    with pytest.raises(ChangedMeanwhileError):
-        copy(tmp_path, len(CONTENT) + 1)
-
-
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_errors_of_the_disk_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "ioctl", refuse(code))
-        with pytest.raises(OSError, match=os.strerror(code)):
-            copy(tmp_path)
-    monkeypatch.setattr(fcntl, "ioctl", refuse(errno.EOPNOTSUPP))
     monkeypatch.setattr(os, "copy_file_range", refuse(code))
     with pytest.raises(OSError, match=os.strerror(code)):
         copy(tmp_path)
 
 
-def test_a_file_that_became_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "ioctl", refuse(errno.EOPNOTSUPP))
+def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     with pytest.raises(ChangedMeanwhileError):
         copy(tmp_path, len(CONTENT) + 1)

@@ -24,9 +24,10 @@ from parquet_keytools.format.structs import (
     FileMetaData,
 )
 from parquet_keytools.format.thrift import Struct, ThriftList, WireType
-from parquet_keytools.rotation import rewrapping
+from parquet_keytools.rotation import rotate
+from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import Outcome
-from parquet_keytools.rotation.tail import check_new_tail, footer_of, new_tail, read_tail
+from parquet_keytools.rotation.tail import check_new_tail, footer_of, new_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource
@@ -326,14 +327,14 @@ def test_a_new_footer_that_does_not_authenticate_says_that_the_file_is_as_it_was
     path = case.write()
     before = path.read_bytes()
     case.add_version()
-    make = rewrapping.new_tail
+    make = rotate.new_tail
 
     def damaged(*arguments: Any) -> bytes:
         new = bytearray(make(*arguments))
         new[-20] ^= 1
         return bytes(new)
 
-    monkeypatch.setattr(rewrapping, "new_tail", damaged)
+    monkeypatch.setattr(rotate, "new_tail", damaged)
     (file,) = case.tools().rotate(path).files
     assert isinstance(file.error, OutputError)
     reason = "footer: the module does not authenticate"

@@ -15,10 +15,10 @@ from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.config.settings import Configuration, ConfigurationWarning
 from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, NoParquetFilesError
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.rotation import rotation_plan
+from parquet_keytools.rotation import rotate
 from parquet_keytools.rotation.report import KmsCalls
 from parquet_keytools.rotation.rewrapper import KmsInstance
-from parquet_keytools.rotation.rotation_plan import RotationPlan, plan_rotation, prefix_of
+from parquet_keytools.rotation.rotate import RotationPlan, plan_rotation, prefix_of
 
 NAMES = ("kf", "ka", "kb", "new")
 
@@ -90,7 +90,7 @@ def test_who_names_master_keys_trusts_them() -> None:
 
 def test_names_of_one_master_key_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Mapping[str, str]] = []
-    monkeypatch.setattr(rotation_plan, "check_names", lambda plan, versions: seen.append(plan.moves))
+    monkeypatch.setattr(rotate, "check_names", lambda plan, versions: seen.append(plan.moves))
     plan_of(moves={"ka": "new"})
     assert seen == [{"ka": "new"}]
 

@@ -32,8 +32,8 @@ from parquet_keytools.errors import (
     WorkerProcessEndedError,
 )
 from parquet_keytools.rotation import data_set_run
+from parquet_keytools.rotation.file_keys import changed_while_rotated
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome
-from parquet_keytools.rotation.tail import changed_while_rotated
 from parquet_keytools.runtime import worker_processes
 from parquet_keytools.runtime.worker_processes import command_line_processes
 from parquet_keytools.storage.locations import FileLocation

@@ -12,7 +12,7 @@ import pytest
 from rotation_case import TABLE, Case, tree_digest
 
 from parquet_keytools.errors import OutputError
-from parquet_keytools.rotation import rewrapping
+from parquet_keytools.rotation import rotate
 from parquet_keytools.rotation.report import Outcome
 from parquet_keytools.storage.outputs import LocalSink
 
@@ -44,8 +44,8 @@ def test_a_rotation_that_fails_leaves_nothing(
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(5, "the disk is broken")
 
-    monkeypatch.setattr(rewrapping, "replace_external_material", fail)
-    monkeypatch.setattr(rewrapping, "replace_tail", fail)
+    monkeypatch.setattr(rotate, "replace_external_material", fail)
+    monkeypatch.setattr(rotate, "replace_tail", fail)
     (file,) = case.tools().rotate(path).files
     assert file.outcome is Outcome.FAILED and tree_digest(case.folder) == before
 

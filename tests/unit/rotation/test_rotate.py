@@ -37,7 +37,7 @@ from parquet_keytools.errors import (
     TableMismatchError,
 )
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.rotation import replaced_keys
+from parquet_keytools.rotation import tail
 from parquet_keytools.rotation.report import KeyChange, KmsCalls, Outcome
 
 VARIANTS = [
@@ -656,7 +656,7 @@ def test_file_systems_that_are_not_local(tmp_path: Path, monkeypatch: pytest.Mon
     from pyarrow import fs as pafs
 
     # So there are several copies in a small file.
-    monkeypatch.setattr(replaced_keys, "COPY_LENGTH", 100)
+    monkeypatch.setattr(tail, "COPY_LENGTH", 100)
 
     class Elsewhere(pafs.FileSystemHandler):  # type: ignore[misc]
         """The local file system, by another name."""

@@ -9,7 +9,8 @@ import pytest
 from parquet_keytools.errors import ConfigurationError, MasterKeyNotFoundError
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation.report import KmsCalls
-from parquet_keytools.rotation.rotation_plan import MasterKeyVersions, RotationPlan, check_version, is_same_version
+from parquet_keytools.rotation.rewrapper import MasterKeyVersions, check_version, is_same_version
+from parquet_keytools.rotation.rotate import RotationPlan
 
 
 def target(plan: RotationPlan, key: str, version: str | None, current: str | None, *, has_kek: bool = True) -> Any:

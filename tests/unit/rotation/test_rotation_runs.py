@@ -23,8 +23,9 @@ from parquet_keytools.errors import (
     StorageFailedError,
 )
 from parquet_keytools.keys import key_wrapping as file_key_retriever
+from parquet_keytools.keys.key_wrapping import DataKeys
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.rotation import data_set_run, file_keys, rewrapping
+from parquet_keytools.rotation import data_set_run, file_keys, rotate
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, Outcome
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.locks import exclusive_folder
@@ -192,16 +193,16 @@ def test_a_file_that_is_replaced_between_read_and_replace(
     path = case.write()
     case.add_version()
     newer = TABLE.slice(0, 10)
-    finish = rewrapping._Batch._finish
+    finish = rotate._Batch._finish
     turns = []
 
-    def disturbed(self: rewrapping._Batch, work: Any) -> None:
+    def disturbed(self: rotate._Batch, work: Any) -> None:
         turns.append(work)
         if len(turns) == 1:
             case.write(table=newer)
         finish(self, work)
 
-    monkeypatch.setattr(rewrapping._Batch, "_finish", disturbed)
+    monkeypatch.setattr(rotate._Batch, "_finish", disturbed)
     report = case.tools().rotate(path)
     # The new file was written with the new version.
     assert report.counts == Counter({Outcome.ALREADY_CURRENT: 1}) and len(turns) == 2
@@ -234,18 +235,18 @@ def test_somebody_who_never_stops(tmp_path: Path, key_material: str, monkeypatch
     case = Case.make(tmp_path, "in_memory", key_material=key_material)
     path = case.write()
     other, tools = case.tools(), case.tools()
-    finish = rewrapping._Batch._finish
+    finish = rotate._Batch._finish
     turns: list[str | None] = []
 
-    def disturbed(self: rewrapping._Batch, work: Any) -> None:
+    def disturbed(self: rotate._Batch, work: Any) -> None:
         turns.append(self._locked_folder)
         if self._locked_folder is None:
-            monkeypatch.setattr(rewrapping._Batch, "_finish", finish)
+            monkeypatch.setattr(rotate._Batch, "_finish", finish)
             other.rotate(path)
-            monkeypatch.setattr(rewrapping._Batch, "_finish", disturbed)
+            monkeypatch.setattr(rotate._Batch, "_finish", disturbed)
         finish(self, work)
 
-    monkeypatch.setattr(rewrapping._Batch, "_finish", disturbed)
+    monkeypatch.setattr(rotate._Batch, "_finish", disturbed)
     assert tools.rotate(path).counts == Counter({Outcome.ROTATED: 1})
     # The last turn has the folder for itself.
     assert turns == [None] * data_set_run.ATTEMPTS + [str(case.folder)]
@@ -255,15 +256,15 @@ def test_somebody_who_never_stops(tmp_path: Path, key_material: str, monkeypatch
 def test_a_writer_that_minds_no_lock_and_never_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
-    finish = rewrapping._Batch._finish
+    finish = rotate._Batch._finish
 
-    def disturbed(self: rewrapping._Batch, work: Any) -> None:
+    def disturbed(self: rotate._Batch, work: Any) -> None:
         copy = path.with_name(".copy")
         shutil.copy(path, copy)
         copy.rename(path)
         finish(self, work)
 
-    monkeypatch.setattr(rewrapping._Batch, "_finish", disturbed)
+    monkeypatch.setattr(rotate._Batch, "_finish", disturbed)
     before = path.read_bytes()
     (file,) = case.tools().rotate(path).files
     assert (file.outcome, file.error_class) == (Outcome.FAILED, "OutputError")
@@ -321,9 +322,9 @@ def test_a_file_that_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.Mo
     case.add_version()
     read = file_keys.read_file_keys
 
-    def remove_first(location: FileLocation) -> Any:
+    def remove_first(location: FileLocation, data_keys: DataKeys) -> Any:
         (case.folder / "000.parquet").unlink(missing_ok=True)
-        return read(location)
+        return read(location, data_keys)
 
     monkeypatch.setattr(file_keys, "read_file_keys", remove_first)
     report = case.tools().rotate(case.folder)
@@ -337,9 +338,9 @@ def test_a_file_that_is_away_for_a_moment_is_not_passed_over(
     case = make(tmp_path, 1, key_material=key_material)
     path = case.folder / "000.parquet"
     case.add_version()
-    finish, away = rewrapping._Batch._finish, []
+    finish, away = rotate._Batch._finish, []
 
-    def finish_without(self: rewrapping._Batch, work: file_keys.BatchFile) -> None:
+    def finish_without(self: rotate._Batch, work: file_keys.BatchFile) -> None:
         replaced = path if key_material == "internal" else key_material_file(path)
         if not away:
             away.append(replaced.rename(tmp_path / "away"))
@@ -350,7 +351,7 @@ def test_a_file_that_is_away_for_a_moment_is_not_passed_over(
         else:
             finish(self, work)
 
-    monkeypatch.setattr(rewrapping._Batch, "_finish", finish_without)
+    monkeypatch.setattr(rotate._Batch, "_finish", finish_without)
     assert case.tools().rotate(case.folder).counts == Counter({Outcome.ROTATED: 1})
     case.disable(1)
     assert case.tools().read_table(path).equals(TABLE)
