@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from parquet_keytools import audit
 from parquet_keytools.arrow import writing
-from parquet_keytools.arrow.encryption_properties import ArrowEncryptor
 from parquet_keytools.arrow.file_writer import EncryptedParquetWriter, WriteResult
+from parquet_keytools.arrow.properties import ArrowEncryptor, decryption_properties
 from parquet_keytools.config.key_policy import MasterKeyReference, hash_key_reference, resolve_key
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration, HashKeySettings
@@ -35,7 +35,7 @@ from parquet_keytools.rotation.rotate import Rewrapping, master_key_id, plan_rot
 from parquet_keytools.runtime.presentation import Summarised, install_hint
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths
-from parquet_keytools.view.plain_files import PlainFiles, PlainInput
+from parquet_keytools.view.plain_file import PlainFiles, PlainInput
 
 if TYPE_CHECKING:
     import polars as pl
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
     from pyspark.sql.types import StructType
 
-    from parquet_keytools.arrow.data_sets import ReadRequest
-    from parquet_keytools.arrow.read_options import Filters, ReadOptions
+    from parquet_keytools.arrow.reading import Filters, ReadOptions, ReadRequest
     from parquet_keytools.view.file_system import KeytoolsFileSystem
 
 
@@ -225,7 +224,7 @@ class Keytools(Summarised):
             aad_prefix: The AAD prefix that the files must have.
             filesystem: A `pyarrow.fs` or fsspec file system.
             options: Further arguments of `pyarrow.parquet.read_table`, the same for files and folders, such as
-                `use_threads`, `pre_buffer`, `memory_map`, `read_dictionary` or `coerce_int96_timestamp_unit`.
+                `use_threads`, `pre_buffer`, `read_dictionary` or `coerce_int96_timestamp_unit`.
 
         Raises:
             ColumnAccessDeniedError: The keys of requested columns are unavailable.
@@ -234,9 +233,7 @@ class Keytools(Summarised):
             KeytoolsError: Another subclass says what is wrong with a file or its keys.
             TypeError: An option does not exist, or `columns` is not a list of names.
         """
-        from parquet_keytools.arrow.data_sets import ReadRequest
-        from parquet_keytools.arrow.read_options import ReadOptions
-        from parquet_keytools.arrow.reading import read_table
+        from parquet_keytools.arrow.reading import ReadOptions, ReadRequest, read_table
 
         read_options = ReadOptions.parse(options, method="read_table")
         request = ReadRequest(columns, filters, table_name, aad_prefix)
@@ -278,7 +275,7 @@ class Keytools(Summarised):
         location = FileLocation.resolve(folder, filesystem)
         with audit.about(location):
             return writing.write_dataset(
-                self._arrow_encryptor,
+                self._keys,
                 data,
                 location,
                 table_name,
@@ -320,7 +317,7 @@ class Keytools(Summarised):
             partitioning: As `pyarrow.dataset.dataset` takes it.
             filesystem: A `pyarrow.fs` or fsspec file system.
             schema: The schema of the data set; by default, the schema of its first file.
-            options: How pyarrow reads files, as with `read_table`: `pre_buffer`, `memory_map`, `read_dictionary`
+            options: How pyarrow reads files, as with `read_table`: `pre_buffer`, `read_dictionary`
                 and others. `use_threads` is an option of the scan.
 
         Raises:
@@ -329,8 +326,7 @@ class Keytools(Summarised):
             KeytoolsError: Another subclass says what is wrong with a file or its keys.
             TypeError: An option does not exist, or `columns` is not a list of names.
         """
-        from parquet_keytools.arrow.data_sets import ReadRequest
-        from parquet_keytools.arrow.read_options import ReadOptions
+        from parquet_keytools.arrow.reading import ReadOptions, ReadRequest
 
         read_options = ReadOptions.parse(options, method="dataset")
         request = ReadRequest(columns, filters, table_name, aad_prefix)
@@ -346,7 +342,7 @@ class Keytools(Summarised):
         paths: Sequence[str] | None,
         schema: pa.Schema | None,
     ) -> ds.Dataset:
-        from parquet_keytools.arrow.data_sets import open_dataset
+        from parquet_keytools.arrow.reading import open_dataset
 
         reopen = partial(self._open_dataset, folder, request, options, partitioning)
         return open_dataset(self._keys, folder, request, options, partitioning, schema, paths, reopen)
@@ -610,9 +606,6 @@ class Keytools(Summarised):
             UnsupportedByArrowError: pyarrow cannot decrypt the file; `read_table` can.
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
-        # Imported here: a pyarrow may be built without encryption.
-        from parquet_keytools.arrow.decryption_properties import decryption_properties
-
         location = FileLocation.resolve(path, filesystem)
         return decryption_properties(self._keys, location, columns, table_name, aad_prefix)
 
@@ -731,11 +724,8 @@ class Keytools(Summarised):
             table_name: The table of the source, whose AAD prefix it must have; None if the configuration has only
                 one.
             aad_prefix: The AAD prefix that the source must have.
-            overwrite: Whether an existing target is replaced. If not, a target is an error, even one that appears
-                during the work.
-            skip_existing: Whether to skip a target that is newer than the source, has the same rows, columns and
-                statistics, and is encrypted with the keys that the table wants now. The result says whether the
-                file was skipped.
+            overwrite: As with `encrypt_file`.
+            skip_existing: As with `encrypt_file`.
             mode: Permissions of a local target, such as `0o640`. By default, only its owner may read and write it.
             identities: One `FileIdentities(refuses=True)` for all files of a folder that are decrypted one by one:
                 a file that shares data keys and file unique with another file is refused. Without it, there is
@@ -789,11 +779,8 @@ class Keytools(Summarised):
             new_table_name: The table of the target; by default `table_name`.
             new_keytools: A `Keytools` with another configuration, whose keys and tables the target uses.
             aad_prefix: The AAD prefix that the source must have.
-            overwrite: Whether an existing target is replaced. If not, a target is an error, even one that appears
-                during the work.
-            skip_existing: Whether to skip a target that is newer than the source, has the same rows, columns and
-                statistics, and is encrypted with the keys that the table wants now. The result says whether the
-                file was skipped.
+            overwrite: As with `encrypt_file`.
+            skip_existing: As with `encrypt_file`.
             source_filesystem: A `pyarrow.fs` or fsspec file system.
             target_filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the number of bytes after each write, from any thread.
@@ -835,9 +822,8 @@ class Keytools(Summarised):
             table_name: The table of the source, whose AAD prefix it must have; None if the configuration has only
                 one.
             aad_prefix: The AAD prefix that the source must have.
-            overwrite: Whether an existing target is replaced. If not, a target is an error, even one that appears
-                during the work.
-            mode: Permissions of a local target, such as `0o640`. By default, only its owner may read and write it.
+            overwrite: As with `encrypt_file`.
+            mode: As with `decrypt_file`.
             source_filesystem: A `pyarrow.fs` or fsspec file system.
             target_filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the number of bytes after each write, from any thread.

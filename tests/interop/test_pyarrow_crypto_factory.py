@@ -110,7 +110,8 @@ def test_the_plain_factory_reads_what_we_write(
     path = tmp_path / "x.parquet"
     result = keytools(variant).write_table(TABLE, path, row_group_size=300, compression="none")
     # With uniform encryption Arrow takes no notice of plaintext_footer; else it shows size statistics there.
-    assert result.engine == ("module encryptor" if variant["plaintext_footer"] else "pyarrow")
+    is_by_pyarrow = not variant["plaintext_footer"] and variant["key_material"] == "internal"
+    assert result.engine == ("pyarrow" if is_by_pyarrow else "module encryptor")
     assert_encrypted(path, plaintext_footer=bool(variant["plaintext_footer"]))
     assert (tmp_path / "_KEY_MATERIAL_FOR_x.parquet.json").exists() == (variant["key_material"] == "external")
     assert read_with_plain_factory(factory, path).equals(TABLE)
@@ -152,7 +153,8 @@ def test_we_read_what_the_plain_factory_writes(
     assert tools.read_table(path).equals(TABLE)
     assert tools.read_table(path, columns=["text"], filters=[("number", "<", 5)]).num_rows == 5
     assert tools.dataset(tmp_path).to_table().equals(TABLE)
-    assert pq.read_table(path, decryption_properties=tools.decryption_properties(path)).equals(TABLE)
+    if variant["key_material"] == "internal":
+        assert pq.read_table(path, decryption_properties=tools.decryption_properties(path)).equals(TABLE)
 
 
 def test_256_bit_keks_are_read_by_the_plain_factory(factory: pe.CryptoFactory, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from faults import FaultyKms
 from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.encryption_properties import arrow_leaf_paths
+from parquet_keytools.arrow.properties import arrow_leaf_paths
 from parquet_keytools.demo import read_flights
-from parquet_keytools.errors import ConfigurationError, KmsAccessDeniedError, OutputError
+from parquet_keytools.errors import ConfigurationError, KmsAccessDeniedError, UnsupportedByArrowError
 
 MASTER_KEYS = {"kf": b"0123456789012345", "kc1": b"1234567890123450", "kc2": b"1234567890123451"}
 MAGIC_ENCRYPTED_FOOTER = b"PARE"
@@ -268,14 +268,15 @@ def test_parquet_writer(tmp_path: Path) -> None:
     assert file.metadata.row_group(0).column(1).statistics.has_min_max
 
 
-def test_encryption_properties_with_external_key_material(tmp_path: Path) -> None:
+def test_properties_do_not_take_external_key_material(tmp_path: Path) -> None:
     tools = keytools({"kc1": ["b"]}, key_material="external")
     path = tmp_path / "x.parquet"
-    pq.write_table(TABLE, path, encryption_properties=tools.encryption_properties("t", TABLE.schema, path))
-    assert_reads_back(tools, path, TABLE)
-    with pytest.raises(OutputError, match="would lose its key material"):
+    with pytest.raises(UnsupportedByArrowError, match="external key material"):
         tools.encryption_properties("t", TABLE.schema, path)
-    assert_reads_back(tools, path, TABLE)
+    tools.write_table(TABLE, path)
+    with pytest.raises(UnsupportedByArrowError, match="external key material"):
+        tools.decryption_properties(path)
+    assert tools.read_table(path).equals(TABLE)
 
 
 @pytest.mark.parametrize("key_material", ["internal", "external"])

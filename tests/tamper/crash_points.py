@@ -342,7 +342,6 @@ def main() -> None:
     import rotation_case
     import typer.testing  # noqa: F401
 
-    import parquet_keytools.arrow.arrow_kms
     import parquet_keytools.cli
     import parquet_keytools.files.conversion
     import parquet_keytools.rotation.rekeying  # noqa: F401

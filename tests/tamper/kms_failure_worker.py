@@ -34,7 +34,6 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption
 from faults import FAILURES, FaultyKms
 
-import parquet_keytools.arrow.arrow_kms
 import parquet_keytools.arrow.reading
 import parquet_keytools.arrow.writing  # noqa: F401
 from parquet_keytools import Keytools, parse_configuration

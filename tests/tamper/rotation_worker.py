@@ -22,7 +22,6 @@ import opentelemetry.trace  # noqa: F401
 import pyarrow as pa
 from rotation_case import TABLE, Case, passphrase, read_with_pyarrow
 
-import parquet_keytools.arrow.arrow_kms
 import parquet_keytools.arrow.reading
 import parquet_keytools.arrow.writing  # noqa: F401
 from parquet_keytools.kms.keystore_file import KeystoreKms

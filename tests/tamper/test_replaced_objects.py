@@ -20,7 +20,7 @@ import pytest
 from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.callbacks import DelegatingHandler
+from parquet_keytools.arrow.file_systems import DelegatingHandler
 from parquet_keytools.errors import KeytoolsError
 
 OWN = pa.table({"a": range(500), "b": ["of this file"] * 500})

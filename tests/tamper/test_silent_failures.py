@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow import output_filesystem
+from parquet_keytools.arrow import file_systems
 from parquet_keytools.encryption import output_parts
 from parquet_keytools.errors import (
     AadPrefixError,
@@ -280,14 +280,14 @@ def test_what_a_late_link_leads_to_is_not_deleted(tmp_path: Path, monkeypatch: p
     tools, elsewhere, folder = keytools(), tmp_path / "elsewhere", tmp_path / "d"
     for place in (elsewhere, folder):
         tools.write_dataset(TABLE, place, partitioning=["part"], basename_template="old-{i}.parquet")
-    put = output_filesystem.put_all_in_place
+    put = file_systems.put_all_in_place
 
     def swap(outputs: Any, **options: Any) -> None:
         put(outputs, **options)
         (folder / "part=q").rename(tmp_path / "moved")
         (folder / "part=q").symlink_to(elsewhere / "part=q")
 
-    monkeypatch.setattr(output_filesystem, "put_all_in_place", swap)
+    monkeypatch.setattr(file_systems, "put_all_in_place", swap)
     with pytest.raises(OutputError, match=r"part=q/old-0\.parquet is not removed: 'part=q' is a link"):
         tools.write_dataset(TABLE, folder, partitioning=["part"], existing_data_behavior="delete_matching")
     assert tools.read_table(elsewhere / "part=q" / "old-0.parquet", partitioning=None).num_rows == 2

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow import fs as pafs
 
 from parquet_keytools import audit
-from parquet_keytools.arrow.encryption_properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
+from parquet_keytools.arrow.properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.aad import (
     MAX_COUNT,
@@ -39,10 +37,10 @@ from parquet_keytools.storage.sources import BufferSource
 _log = logging.getLogger(__name__)
 
 MAX_ROW_GROUP_ROWS = 1024 * 1024
-"""How many rows a row group has at most, unless the caller names another number; the same as pyarrow."""
+"""Most rows of a row group by default, as with pyarrow."""
 
 _MOST_ROW_GROUP_ROWS = 64 * 1024 * 1024
-"""What pyarrow makes of a larger number."""
+"""pyarrow takes larger numbers for this one."""
 
 _OURS = {
     "encryption_config": "the table says how files are encrypted",
@@ -52,7 +50,7 @@ _OURS = {
 }
 
 _NAMING_COLUMNS = {"use_dictionary", "write_statistics", "use_byte_stream_split"}
-"""Options that are a bool, or names of columns."""
+"""Options that are a bool or a list of column names."""
 
 Engine = Literal["pyarrow", "module encryptor"]
 
@@ -64,9 +62,9 @@ class WriteResult:
     Attributes:
         path: The file, or the folder of the data set.
         engine: What encrypted it.
-        reasons: Why pyarrow could not, a phrase each; empty where it did.
-        files: How many files were written.
-        rows: How many rows.
+        reasons: Why pyarrow did not, a phrase each; empty if it did.
+        files: Number of files.
+        rows: Number of rows.
         size_bytes: Length of all files together.
     """
 
@@ -81,12 +79,13 @@ class WriteResult:
 class EncryptedParquetWriter:
     """Writes one encrypted file, row group by row group; `Keytools.writer` makes it.
 
-    It has the methods of `pyarrow.parquet.ParquetWriter`. The file appears under its name when it is closed. It
-    does not appear if a method, or the block of a `with` statement, raises an exception, or if nobody closes it.
+    It has the methods of `pyarrow.parquet.ParquetWriter`. The file appears under its name when the writer is
+    closed. It does not appear if a method, or the block of a `with` statement, raises an exception, or if the
+    writer is never closed.
 
     Attributes:
-        schema: What it takes.
-        result: What was written; None until it is closed.
+        schema: Schema of the data.
+        result: What was written; None until the writer is closed.
     """
 
     def __init__(
@@ -99,16 +98,11 @@ class EncryptedParquetWriter:
     ) -> None:
         """Begin a file; see `Keytools.writer`."""
         options = without_ours(options)
-        check_write_options(options)
         paths = arrow_leaf_paths(schema, options)
-        # Some versions of Arrow count on after the last ordinal.
+        # Some versions of Arrow go on after the last ordinal.
         refuse_more_than_ordinals(target, columns=len(paths))
         policy = encryptor.keys.policy(table_name, paths)
         reasons = arrow_limits(policy, options)
-        if policy.table.key_material == "external" and target.info().type != pafs.FileType.NotFound:
-            # Two files cannot be replaced at once; the module encryptor writes key material that fits both the
-            # old and the new Parquet file.
-            reasons.append("its external key material cannot replace that of a file that is there")
         self.result: WriteResult | None = None
         self._target = target
         self._reasons = tuple(reasons)
@@ -117,12 +111,10 @@ class EncryptedParquetWriter:
         self._watch = ExceptionWatch()
         self._pending = pending_output(target)
         self._discard = weakref.finalize(self, self._pending.discard)
-        make = ModuleEncryptedFile if reasons else _ByArrow
+        make = _ByModuleEncryptor if reasons else _ByArrow
         try:
             with audit.about(target), failing_as_output(target):
-                self._file: _ByArrow | ModuleEncryptedFile = make(
-                    encryptor, policy, self._pending, schema, options
-                )
+                self._file: _ByArrow | _ByModuleEncryptor = make(encryptor, policy, self._pending, schema, options)
         except BaseException:
             self._discard()
             raise
@@ -134,12 +126,12 @@ class EncryptedParquetWriter:
 
         Args:
             table_or_batch: The data, with the schema of the file.
-            row_group_size: How many rows a row group has at most; None or -1 for 1,048,576.
+            row_group_size: Most rows of a row group; None or -1 for 1,048,576.
 
         Raises:
             TypeError: `row_group_size` is not a whole number.
-            ValueError: It has another schema, the file is closed, or `row_group_size` is less than 1.
-            OutputError: The storage takes no more.
+            ValueError: The data has another schema, the writer is closed, or `row_group_size` is less than 1.
+            OutputError: The storage refuses the data.
         """
         if isinstance(table_or_batch, pa.RecordBatch):
             table_or_batch = pa.Table.from_batches([table_or_batch])
@@ -163,7 +155,7 @@ class EncryptedParquetWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether more can be written."""
+        """Whether the writer takes more data."""
         return bool(self._discard.alive)
 
     def close(self) -> WriteResult | None:
@@ -173,9 +165,10 @@ class EncryptedParquetWriter:
             What was written; None if the file was discarded before.
 
         Raises:
-            OutputError: It cannot be written there; nothing is there then, or what was there before.
-            KeytoolsError: Its footer would hold what the table refuses to show.
-            BaseException: One was raised since it was opened, and is on its way: rows may be missing.
+            OutputError: The file cannot be written; an older file stays.
+            KeytoolsError: The footer would show what the table hides.
+            BaseException: An exception that was raised since the writer was opened is being handled: rows may be
+                missing.
         """
         if self.is_open:
             with self._all_or_nothing():
@@ -185,11 +178,12 @@ class EncryptedParquetWriter:
             engine: Engine = "module encryptor" if self._reasons else "pyarrow"
             size = written_bytes([self._target])
             self.result = WriteResult(str(self._target), engine, self._reasons, 1, self._rows, size)
-            _log.info("%s was encrypted by %s%s", self._target, engine, because(self._reasons))
+            because = f", because of pyarrow: {'; '.join(self._reasons)}" if self._reasons else ""
+            _log.info("%s was encrypted by %s%s", self._target, engine, because)
         return self.result
 
     def discard(self) -> None:
-        """Write nothing, and close; does nothing after `close`."""
+        """Close without writing the file; does nothing after `close`."""
         if self.is_open:
             if self._owner.is_here:
                 self._file.abandon()
@@ -204,7 +198,7 @@ class EncryptedParquetWriter:
             with (
                 audit.about(self._target),
                 failing_as_output(self._target),
-                refusing_beyond_ordinals(self._target),
+                _refusing_beyond_ordinals(self._target),
             ):
                 yield
         except BaseException:
@@ -222,10 +216,10 @@ class EncryptedParquetWriter:
 
 
 def without_ours(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options for the Parquet writer of pyarrow, without those that are given as None and set here.
+    """Return options for pyarrow's Parquet writer, without options that are set here and given as None.
 
     Raises:
-        TypeError: One is set here, or is one name in place of several.
+        TypeError: An option is set here, or is one name in place of a list.
     """
     for name in _OURS.keys() & options.keys():
         if options[name] is not None:
@@ -237,27 +231,14 @@ def without_ours(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_group_rows(given: Any) -> int | None:
-    """Return how many rows a row group has at most, from what pyarrow takes as `row_group_size`.
-
-    Returns:
-        None for the default, which may be given as None or -1.
-
-    Raises:
-        TypeError: It is not a whole number.
-        ValueError: It is less than 1.
-    """
+    """Return the most rows of a row group from `row_group_size`; None for the default, given as None or -1."""
     if given is None or given == -1:
         return None
     return min(whole_number("row_group_size", given, least=1), _MOST_ROW_GROUP_ROWS)
 
 
 def whole_number(argument: str, given: Any, *, least: int) -> int:
-    """Return a number that a caller gave for an argument; as with pyarrow, 5.0 is 5.
-
-    Raises:
-        TypeError: It is not a whole number.
-        ValueError: It is less than `least`.
-    """
+    """Return the value of an argument as an int, or raise an error; as with pyarrow, 5.0 is 5."""
     try:
         number = int(given) if isinstance(given, float) and given.is_integer() else operator.index(given)
     except TypeError:
@@ -267,34 +248,13 @@ def whole_number(argument: str, given: Any, *, least: int) -> int:
     return number
 
 
-def check_write_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of a Parquet writer that the installed pyarrow does not have; older versions have fewer."""
-    for name in options.keys() - inspect.signature(pq.write_table).parameters.keys():
-        try:
-            with contextlib.suppress(ValueError):
-                pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([]), **{name: None}).close()
-        except TypeError:
-            raise TypeError(
-                f"pyarrow {pa.__version__} has no write option {name!r}: leave it out, or install a newer pyarrow"
-            ) from None
-
-
-def because(reasons: Sequence[str]) -> str:
-    """Return why pyarrow did not encrypt, for the log."""
-    return f", because pyarrow does not support this: {'; '.join(reasons)}" if reasons else ""
-
-
 @contextlib.contextmanager
-def refusing_beyond_ordinals(target: FileLocation) -> Iterator[None]:
-    """Name the limit that Arrow meets: it alone counts the pages of a chunk, and the row groups of a data set.
-
-    Raises:
-        FormatLimitError: A chunk has more pages, or a file more row groups, than there are ordinals.
-    """
+def _refusing_beyond_ordinals(target: FileLocation) -> Iterator[None]:
+    """Raise `FormatLimitError` where Arrow refuses more pages or row groups than there are ordinals."""
     try:
         yield
     except OSError as error:
-        # Arrow has no class for it.
+        # Arrow has no class for these errors.
         if error.errno is None and "row groups in an encrypted" in str(error):
             raise FormatLimitError(
                 f"{target}: a file would have more than {MAX_COUNT} row groups.", hint=WRITE_LARGER_ROW_GROUPS
@@ -317,8 +277,8 @@ class _ByArrow:
         schema: pa.Schema,
         options: Mapping[str, Any],
     ) -> None:
-        properties, key_materials = encryptor.encryption(policy, pending.target.name)
-        self._new = NewKeyMaterial(pending.target, key_materials)
+        properties = encryptor.properties_of(policy)
+        self._new = NewKeyMaterial(pending.target)
         self._row_groups = 0
         self._stream = pending.open_stream()
         try:
@@ -343,14 +303,13 @@ class _ByArrow:
         return self._new
 
     def abandon(self) -> None:
-        # Whatever is there is thrown away.
         for close in (self._writer.close, self._stream.close):
             with contextlib.suppress(pa.ArrowException, OSError, ValueError):
                 close()
 
 
-class ModuleEncryptedFile:
-    """pyarrow writes each row group as a plain file in memory, where alone it ever is."""
+class _ByModuleEncryptor:
+    """The module encryptor encrypts; pyarrow writes each row group as a plain file, in memory only."""
 
     def __init__(
         self,
@@ -364,7 +323,7 @@ class ModuleEncryptedFile:
         self._path = str(pending.target)
         self._whole_schema = schema
         self._options = options
-        # The schema and key-value metadata are in the footer alone.
+        # Only the footer holds the schema and key-value metadata.
         self._plain_schema = schema.remove_metadata()
         self._plain_options = {**options, "store_schema": False}
         self._entries: dict[Any, Any] = {}
@@ -394,7 +353,6 @@ class ModuleEncryptedFile:
         return BufferSource(self._path, buffer.getvalue())
 
     def write(self, table: pa.Table, row_group_size: int | None) -> None:
-        """Write a table as row groups of their own."""
         size = min(table.num_rows, MAX_ROW_GROUP_ROWS) if row_group_size is None else row_group_size
         for start in range(0, max(table.num_rows, 1), max(size, 1)):
             part = table.slice(start, size)
@@ -407,16 +365,13 @@ class ModuleEncryptedFile:
             )
 
     def add_key_value_metadata(self, entries: Mapping[Any, Any]) -> None:
-        """Add key-value metadata to the footer."""
         self._entries.update(entries)
 
     def finish(self) -> NewKeyMaterial:
-        """Write the footer, and close the output; returns what `put_in_place` takes."""
         with self._opened:
             self._file.finish(self._template())
         return self._new
 
     def abandon(self) -> None:
-        """Close the output."""
         with contextlib.suppress(OSError, OutputError):
             self._opened.close()

@@ -1,61 +1,515 @@
-"""Reading encrypted files and folders with pyarrow, and with lazy frames of Polars over them."""
+"""Reading encrypted files and data sets with pyarrow, over views, and with Polars over pyarrow data sets.
+
+The files of a data set are opened when a scan reaches them, some of them ahead of the scan.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.data_sets import DataSetFiles, ReadRequest
-from parquet_keytools.arrow.read_options import (
-    ReadOptions,
-    columns_mentioned,
-    hides_denied,
-    hint_for_denied,
-    nulls_denied,
-    pandas_index,
-    refuse_denied_filter,
-    schema_for_all,
-    shows_stand_ins,
-)
-from parquet_keytools.arrow.view_files import FOOTER_READ_BYTES, ViewHandler
-from parquet_keytools.config.document import did_you_mean, one_of
-from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError
+from parquet_keytools import audit
+from parquet_keytools.arrow.file_systems import FOOTER_READ_BYTES, ViewHandler
+from parquet_keytools.config.document import did_you_mean, list_of_names, one_of
+from parquet_keytools.config.key_policy import ColumnPath
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
+from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError, FileChangedError
 from parquet_keytools.files.denied_columns import NEEDS_KEY
+from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.opened_file import OpenedFile, as_verified, read_again_if_changed
+from parquet_keytools.files.opened_file import (
+    FileIdentities,
+    OpenedFile,
+    WantedColumns,
+    as_verified,
+    read_again_if_changed,
+)
+from parquet_keytools.files.table_check import protected_names, refuse_values_of_folders
+from parquet_keytools.keys.key_wrapping import KmsKeys
+from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.walk import LeftOutReason, ParquetFile, Unseen, data_set, raise_for_unseen
 from parquet_keytools.view.chunk_view import PageCache
-from parquet_keytools.view.plain_file import PlainFile
-from parquet_keytools.view.plain_files import PlainInput
+from parquet_keytools.view.plain_file import PlainFile, PlainInput
 
 if TYPE_CHECKING:
     import polars as pl
 
 _log = logging.getLogger(__name__)
 
+_MOST_SHOWN = 5
+
+Filters = Any
+"""As `pyarrow.parquet.read_table` takes them: an expression, or tuples in disjunctive normal form."""
+
+# --- What a reader asks for -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """What a reader asks for.
+
+    Attributes:
+        columns: Names of columns to read; None for all.
+        filters: The filters, as pyarrow takes them.
+        table_name: The table of the files; None if the configuration has only one.
+        aad_prefix: The AAD prefix that each file must have; None for the prefix of the table.
+    """
+
+    columns: Sequence[str] | None
+    filters: Filters
+    table_name: str | None
+    aad_prefix: str | bytes | None
+
+    def __post_init__(self) -> None:
+        """Refuse one name in place of several."""
+        if self.columns is not None:
+            object.__setattr__(self, "columns", list_of_names("columns", self.columns))
+
+    def wanted(self, columns: Sequence[FooterColumn]) -> Sequence[FooterColumn]:
+        """Return the leaf columns that are read or filtered, and all other parts of their top-level columns."""
+        if self.columns is None:
+            return columns
+        roots = {name.partition(".")[0] for name in self.columns} | set(self.columns)
+        names = dict.fromkeys(column.path[0] for column in columns)
+        if self.filters is not None:
+            roots.update(columns_mentioned(self.filters, names))
+        # A name may contain dots.
+        wanted = {name for name in names if name in roots or any(root.startswith(f"{name}.") for root in roots)}
+        return [column for column in columns if column.path[0] in wanted]
+
+
+_OURS = frozenset({"source", "columns", "filters", "filesystem", "decryption_properties"})
+_OF_A_TABLE = frozenset({"use_threads", "use_pandas_metadata", "schema", "partitioning"})
+"""Options of `pyarrow.parquet.read_table` that data sets take in another place."""
+
+_REFUSED = {
+    "decryption_properties": "each file is decrypted with its own keys",
+    "ignore_prefixes": "one rule says which files belong to a data set: names that begin with `.` or `_` do not",
+}
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options of one read.
+
+    Attributes:
+        format: Options of the file format, named as in `pyarrow.parquet.read_table`.
+        table: Options of a read into a table: `use_threads`, `use_pandas_metadata`, `schema`, `partitioning`.
+    """
+
+    format: Mapping[str, Any] = field(default_factory=dict)
+    table: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any], *, method: str) -> ReadOptions:
+        """Check the options of `read_table`, or of `dataset`, which has no options of tables."""
+        known = inspect.signature(pq.read_table).parameters.keys() - _OURS - _REFUSED.keys()
+        if method != "read_table":
+            known -= _OF_A_TABLE
+        options = {name: value for name, value in options.items() if name not in _REFUSED or value is not None}
+        if options.get("read_dictionary") is not None:
+            list_of_names("read_dictionary", options["read_dictionary"])
+        for name in options:
+            if name in _REFUSED:
+                raise TypeError(f"{method} does not take {name!r}: {_REFUSED[name]}.")
+            if name not in known:
+                raise TypeError(
+                    f"{method} has no option {name!r}. Options of pyarrow: {', '.join(sorted(known))}."
+                )
+        return cls(
+            # pyarrow cannot map a view into memory.
+            {name: value for name, value in options.items() if name not in {"memory_map", *_OF_A_TABLE}},
+            {name: options[name] for name in options if name in _OF_A_TABLE},
+        )
+
+    def file_format(self) -> ds.ParquetFileFormat:
+        """Return a file format for data sets."""
+        given = {name: value for name, value in self.format.items() if value is not None}
+        if "read_dictionary" in given:
+            given["dictionary_columns"] = given.pop("read_dictionary")
+        # 0 means no buffer.
+        if buffer_size := given.pop("buffer_size", 0):
+            given |= {"use_buffered_stream": True, "buffer_size": buffer_size}
+        # Arrow would read small gaps, too. A damaged page of another column there would break the scan.
+        given.setdefault("cache_options", pa.CacheOptions(hole_size_limit=0))
+        return ds.ParquetFileFormat(**given)
+
+
+def _hint_for_denied(denied_columns: str) -> str:
+    hints = {
+        "hash": f"Name the columns that you need. {NEEDS_KEY}",
+        "error": "Name the columns that you need, or set `denied_columns: hide` under `reading`.",
+    }
+    return hints.get(denied_columns, "")
+
+
+def _schema_for_all(schema: pa.Schema, opened: OpenedFile) -> pa.Schema:
+    """Return a schema in which columns with keys of their own may be null, as they are for some readers."""
+    keyed = {c.path[0] for c in opened.footer.columns if c.encryption is ColumnEncryption.COLUMN_KEY}
+    fields = [field.with_nullable(field.nullable or field.name in keyed) for field in schema]
+    return pa.schema(fields, metadata=schema.metadata)
+
+
+def _pandas_index(metadata: Mapping[bytes, bytes] | None) -> list[str]:
+    """Return the index columns of a DataFrame from the metadata of its schema.
+
+    Raises:
+        ValueError, TypeError, KeyError: The metadata is not valid pandas metadata.
+    """
+    if not metadata or b"pandas" not in metadata:
+        return []
+    return [name for name in json.loads(metadata[b"pandas"])["index_columns"] if isinstance(name, str)]
+
+
+def _refuse_denied_filter(opened: OpenedFile, filters: Filters, *, has_stand_ins: bool) -> None:
+    """Raise `ColumnAccessDeniedError` if filters use a column that cannot be read.
+
+    Filters may use nulls and digests that are shown in place of refused columns.
+    """
+    if filters is not None and opened.denied:
+        names = columns_mentioned(filters, sorted(opened.denied_top_level))
+        opened.refuse_denied(names, hides_refused=has_stand_ins)
+
+
+def columns_mentioned(filters: Filters, names: Iterable[str]) -> list[str]:
+    """Return the names of columns that filters use, and perhaps more names.
+
+    An expression does not list its fields, so its text is searched, where a literal may look like a column. A
+    field that is given by its position may be any column.
+    """
+    text = str(pq.filters_to_expression(filters))
+    if "FieldPath(" in text:
+        return list(names)
+    return [name for name in names if name in text and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
+
+
+# --- Data sets ----------------------------------------------------------------------------------------------
+
+
+def _dataset_files(folder: FileLocation) -> list[FileLocation]:
+    """Return the files of a data set, in order; an incomplete list is an error, because rows would be missing.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        FileChangedError: A file was removed while the folder was listed.
+        IncompleteDataSetError: A file or folder cannot be read.
+        NoParquetFilesError: There are no Parquet files.
+    """
+    files: list[FileLocation] = []
+    unseen: list[Unseen] = []
+    others: list[str] = []
+    for entry in data_set(folder):
+        if isinstance(entry, ParquetFile):
+            files.append(entry.location)
+        elif isinstance(entry, Unseen):
+            unseen.append(entry)
+        elif entry.reason is LeftOutReason.NOT_PARQUET:
+            others.append(entry.path)
+    raise_for_unseen(
+        unseen, hint="Repair or remove it, or begin its name with a dot or an underscore, so that readers skip it."
+    )
+    if unseen:
+        raise FileChangedError("it was removed while its folder was listed.", path=unseen[0].path)
+    if others:
+        shown = ", ".join(others[:_MOST_SHOWN]) + (" and more" if len(others) > _MOST_SHOWN else "")
+        _log.warning("skipped, because these are not Parquet files: %s", shown)
+    # Files that are named one by one keep their order.
+    return files if folder.only else sorted(files, key=lambda file: file.path)
+
+
+Reopen = Callable[[list[str], pa.Schema], ds.Dataset]
+"""Makes a data set of these files with this schema, in another process."""
+
+
+class EncryptedDataset(ds.FileSystemDataset):  # type: ignore[misc]
+    """A data set whose files are opened when they are scanned, some of them ahead of the scan.
+
+    Arrow excludes partitions by the names of folders, and waits for our threads to open the other files.
+    """
+
+    _whole: EncryptedDataset | None = None
+    _filter: pc.Expression | None = None
+    """Of a filtered data set: the data set without filters, and all filters."""
+
+    @property
+    def partitioning(self) -> ds.Partitioning | None:
+        """How the names of folders and files are read as values."""
+        return self.filesystem.handler.partitioning
+
+    def scanner(self, columns: Any = None, filter: Any = None, *more: Any, **options: Any) -> SafeScanner:
+        """Return a scanner, and begin to open its files."""
+        whole = self._whole or self
+        fragments = whole.get_fragments(_both(self._filter, filter))
+        self.filesystem.handler.opened.read_ahead(fragment.path for fragment in fragments)
+        return SafeScanner(super().scanner(columns, filter, *more, **options))
+
+    def filter(self, expression: pc.Expression) -> EncryptedDataset:
+        """Return the same files with a filter for each scan."""
+        filtered: EncryptedDataset = super().filter(expression)
+        filtered._whole, filtered._filter = self._whole or self, _both(self._filter, expression)
+        return filtered
+
+    def replace_schema(self, schema: pa.Schema) -> EncryptedDataset:
+        """Return the same files under another schema."""
+        fragments = list((self._whole or self).get_fragments())
+        replaced = EncryptedDataset(fragments, schema, self.format, self.filesystem)
+        return replaced if self._filter is None else replaced.filter(self._filter)
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        """Return all batches for another library."""
+        return self.scanner().__arrow_c_stream__(requested_schema)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # No key leaves the process: the process that unpickles opens the files again.
+        paths = [fragment.path for fragment in self.get_fragments()]
+        return self.filesystem.handler.reopen, (paths, self.schema)
+
+
+def _both(first: pc.Expression | None, second: pc.Expression | None) -> pc.Expression | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
+class SafeScanner:
+    """A `pyarrow.dataset.Scanner` whose reader cannot hang.
+
+    `Scanner.to_reader` holds the interpreter while it waits for a lock of Arrow. The thread of Arrow that has the
+    lock waits for the interpreter to open the next file. `to_batches` releases the interpreter.
+    """
+
+    def __init__(self, scanner: ds.Scanner) -> None:
+        self._scanner = scanner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scanner, name)
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        """Return a reader of the batches."""
+        return pa.RecordBatchReader.from_batches(self._scanner.projected_schema, self._scanner.to_batches())
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        """Return the batches for another library."""
+        return self.to_reader().__arrow_c_stream__(requested_schema)
+
+
+class _DataSetHandler(ViewHandler):
+    """Serves the views of the files of a data set."""
+
+    def __init__(
+        self, filesystem: pafs.FileSystem, opened: FilesAhead, denied_columns: str, reopen: Reopen | None
+    ) -> None:
+        super().__init__(filesystem, opened, denied_columns=denied_columns)
+        self.opened = opened
+        self.reopen = reopen
+        self.partitioning: ds.Partitioning | None = None
+
+
+class _DataSetFiles:
+    """The files of a folder, from which `dataset` makes a data set.
+
+    Attributes:
+        paths: Paths of the files.
+        hidden: Top-level columns that the data set leaves out, once there is one.
+        names: All top-level columns, once there is a data set.
+    """
+
+    def __init__(
+        self,
+        keys: KeyService,
+        folder: FileLocation,
+        request: ReadRequest,
+        options: ReadOptions,
+        paths: Sequence[str] | None = None,
+        *,
+        wanted: WantedColumns = tuple,
+    ) -> None:
+        """List the files, unless `paths` names them; only `wanted` columns will be read."""
+        self._keys = keys
+        self._denied_columns = keys.configuration.reading.denied_columns
+        self._folder = folder
+        self._request = request
+        self._options = options
+        self._wanted = wanted
+        self.paths = [file.path for file in _dataset_files(folder)] if paths is None else list(paths)
+        self._known: dict[tuple[str, str], SecretBytes] = {}
+        self._identities = FileIdentities(refuses=True)
+        self._reads_folder_names = True
+        self._partition_names: frozenset[str] = frozenset()
+        self._checked: set[frozenset[ColumnPath]] = set()
+        # Not the data set itself, which would be a cycle of references through Arrow.
+        self._folders: list[tuple[str, pc.Expression]] = []
+        self.hidden: frozenset[str] = frozenset()
+        self.names: list[str] = []
+        self.opened = FilesAhead(self.paths, lambda: partial(self._open, keys.kms_keys(self._known)))
+
+    def dataset(
+        self,
+        partitioning: Any,
+        schema: pa.Schema | None,
+        *,
+        knows_denied: bool,
+        reopen: Reopen | None = None,
+    ) -> EncryptedDataset:
+        """Return the data set.
+
+        This opens the first file, for the schema, and with `knows_denied` all files that the filters leave.
+
+        Args:
+            partitioning: As `pyarrow.dataset.dataset` takes it.
+            schema: Schema of the data set; None for the schema of the first file.
+            knows_denied: Whether the schema must leave out all columns that cannot be read.
+            reopen: Makes the data set again in another process.
+        """
+        request, paths = self._request, self.paths
+        self._reads_folder_names = partitioning is not None
+        (first,) = self.opened.hold(paths[:1])
+        handler = _DataSetHandler(self._folder.filesystem, self.opened, self._denied_columns, reopen)
+        filesystem = pafs.PyFileSystem(handler)
+        file_format = self._options.file_format()
+        options = _factory_options(self._folder, partitioning)
+        made = ds.FileSystemDatasetFactory(filesystem, paths, file_format, options).finish()
+        schema = made.schema if schema is None else schema
+        held = [first]
+        if knows_denied:
+            held = self.opened.hold([paths[0], *_paths_left(made, schema, request.filters)])
+        fragments = list(made.get_fragments())
+        self._folders = [(fragment.path, fragment.partition_expression) for fragment in fragments]
+        handler.partitioning = found = made.partitioning
+        self._partition_names = frozenset(() if found is None else found.schema.names)
+        for opened in held:
+            self._check_folders(opened.protected_columns)
+        self.names = list(dict.fromkeys([*schema.names, *(column.path[0] for column in first.footer.columns)]))
+        denied = frozenset[str]().union(*(opened.unshown_top_level for opened in held))
+        self.hidden = denied if self._denied_columns == "hide" else frozenset()
+        if self._denied_columns == "null":
+            kept = _schema_for_all(schema, first)
+        else:
+            kept = pa.schema([field for field in schema if field.name not in denied], metadata=schema.metadata)
+        return EncryptedDataset(fragments, kept, file_format, filesystem)
+
+    def _open(self, kms_keys: KmsKeys, paths: Sequence[str]) -> list[OpenedFile]:
+        """Open files, and check each of them against the request."""
+        locations = [FileLocation(self._folder.filesystem, path) for path in paths]
+        request = self._request
+        with audit.about(self._folder):
+            files = self._keys.open_files(
+                locations,
+                request.table_name,
+                request.aad_prefix,
+                wanted=self._wanted,
+                kms_keys=kms_keys,
+                identities=self._identities,
+                holds_metadata=True,
+                reads_folder_names=self._reads_folder_names,
+            )
+        self._known.update(kms_keys.keys)
+        hint = _hint_for_denied(self._denied_columns)
+        for opened in files:
+            _refuse_denied_filter(opened, request.filters, has_stand_ins=self._denied_columns in ("null", "hash"))
+            opened.refuse_denied(request.columns, hint=hint, hides_refused=self._denied_columns != "error")
+            self._check_folders(opened.protected_columns)
+        return files
+
+    def _check_folders(self, protected: frozenset[ColumnPath]) -> None:
+        """Refuse folders that give values to columns that a file protects, or that the table has under a key."""
+        if not self._partition_names or protected in self._checked:
+            return
+        table_check = self._keys.table_check(self._request.table_name)
+        keyed = () if table_check is None else table_check.keyed(self._partition_names)
+        columns = [*protected, *((name,) for name in keyed)]
+        # For most data sets, one check of all names suffices.
+        if protected_names(self._partition_names, columns, table_check):
+            for path, expression in self._folders:
+                values = ds.get_partition_keys(expression)
+                names = {name: f"{name}={value}" for name, value in values.items()}
+                refuse_values_of_folders(path, names, columns, table_check)
+        self._checked.add(protected)
+
+
+def open_dataset(
+    keys: KeyService,
+    folder: FileLocation,
+    request: ReadRequest,
+    options: ReadOptions,
+    partitioning: Any,
+    schema: pa.Schema | None,
+    paths: Sequence[str] | None,
+    reopen: Reopen,
+) -> ds.Dataset:
+    """Return a data set of encrypted files; see `Keytools.dataset`.
+
+    Raises:
+        ColumnAccessDeniedError: A column of the data set cannot be read.
+        FolderNameError: The name of a folder gives values to a column that is under a key.
+    """
+    knows_denied = request.columns is not None or keys.configuration.reading.denied_columns == "hide"
+
+    def make() -> ds.Dataset:
+        files = _DataSetFiles(keys, folder, request, options, paths)
+        return files.dataset(partitioning, schema, knows_denied=knows_denied, reopen=reopen)
+
+    # This covers the schema. A file that is replaced later is an error of the scan.
+    return read_again_if_changed(make)
+
+
+def _paths_left(made: ds.FileSystemDataset, schema: pa.Schema, filters: Filters) -> Iterator[str]:
+    """Yield the paths of files that filters leave, by the names of folders alone."""
+    if filters is None:
+        fragments = made.get_fragments()
+    else:
+        expression = pq.filters_to_expression(filters)
+        fragments = made.replace_schema(schema).get_fragments(expression)
+    for fragment in fragments:
+        yield fragment.path
+
+
+def _factory_options(folder: FileLocation, partitioning: Any) -> ds.FileSystemFactoryOptions:
+    if isinstance(partitioning, str):
+        partitioning = ds.partitioning(flavor=partitioning)
+    elif isinstance(partitioning, (list, tuple)):
+        partitioning = ds.partitioning(field_names=list(partitioning))
+    # As in pyarrow, of files that are named one by one, each `name=value` in the whole path counts.
+    named_by_parts = bool(folder.only) and (
+        isinstance(partitioning, ds.HivePartitioning) or getattr(partitioning, "type_name", "") == "hive"
+    )
+    options = ds.FileSystemFactoryOptions(partition_base_dir="" if named_by_parts else folder.path)
+    if isinstance(partitioning, ds.PartitioningFactory):
+        options.partitioning_factory = partitioning
+    elif partitioning is not None:
+        options.partitioning = partitioning
+    return options
+
+
+# --- Tables, footers and schemas ------------------------------------------------------------------------------
+
 
 def read_table(keys: KeyService, location: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:
     """Read a file, or a folder as a data set; see `Keytools.read_table`.
 
     Raises:
-        ColumnAccessDeniedError: A column that is asked for, or that a filter looks at, cannot be read.
+        ColumnAccessDeniedError: A column of the request or of a filter cannot be read.
         DecryptionError: A part of the file does not authenticate.
     """
-    location = options.mapped(location)
 
     def read() -> pa.Table:
         if location.only or location.is_folder():
             return _read_folder(keys, location, request, options)
-        # With `use_pandas_metadata` pyarrow reads the columns of the index, too.
+        # With `use_pandas_metadata`, pyarrow reads the index columns, too.
         wanted = tuple if options.table.get("use_pandas_metadata") else request.wanted
         (opened,) = keys.open_files(
             [location],
@@ -74,14 +528,14 @@ def read_table(keys: KeyService, location: FileLocation, request: ReadRequest, o
 def read_metadata(
     keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | bytes | None
 ) -> pq.FileMetaData:
-    """Return what the footer of a file says, decrypted; see `Keytools.metadata`."""
+    """Return the decrypted metadata of a file; see `Keytools.metadata`."""
     if location.is_folder():
         raise IsADirectoryError(f"{location} is a folder: name one of its files")
     (opened,) = keys.open_files([location], table_name, aad_prefix)
     hint = NEEDS_KEY
     if opened.digests is None:
         hint = "To leave these columns out, set `denied_columns: hide` under `reading`."
-    opened.refuse_denied(None, hint=hint, hides_refused=hides_denied(keys) or shows_stand_ins(keys))
+    opened.refuse_denied(None, hint=hint, hides_refused=keys.configuration.reading.denied_columns != "error")
     shown = "hide" if opened.digests is None else "hash"
     with open_source(location) as source:
         view = PlainFile(opened, as_verified(opened, source), shown, PageCache(), gap=FOOTER_READ_BYTES)
@@ -92,22 +546,23 @@ def read_schema(
     keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | bytes | None
 ) -> pa.Schema:
     """Return the schema of a file or a data set; see `Keytools.schema`."""
-    # What is shown as nulls may be null, whatever the file says.
-    if not (location.only or location.is_folder() or nulls_denied(keys)):
+    denied_columns = keys.configuration.reading.denied_columns
+    # Columns that are shown as nulls may be null, whatever the file says.
+    if not (location.only or location.is_folder() or denied_columns == "null"):
         return read_metadata(keys, location, table_name, aad_prefix).schema.to_arrow_schema()
-    files = DataSetFiles(keys, location, ReadRequest(None, None, table_name, aad_prefix), ReadOptions())
-    return files.dataset("hive", None, knows_denied=hides_denied(keys)).schema
+    files = _DataSetFiles(keys, location, ReadRequest(None, None, table_name, aad_prefix), ReadOptions())
+    return files.dataset("hive", None, knows_denied=denied_columns == "hide").schema
 
 
 def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, options: ReadOptions) -> pa.Table:
     columns = request.columns
-    stand_ins = shows_stand_ins(keys)
-    refuse_denied_filter(opened, request.filters, has_stand_ins=stand_ins)
-    if hides_denied(keys) and opened.denied:
+    denied_columns = keys.configuration.reading.denied_columns
+    has_stand_ins = denied_columns in ("null", "hash")
+    _refuse_denied_filter(opened, request.filters, has_stand_ins=has_stand_ins)
+    if denied_columns == "hide" and opened.denied:
         opened.refuse_denied(columns, hides_refused=True)
         columns = _without_denied(opened, columns)
-    opened.refuse_denied(columns, hint=hint_for_denied(keys), hides_refused=stand_ins)
-    denied_columns = keys.configuration.reading.denied_columns
+    opened.refuse_denied(columns, hint=_hint_for_denied(denied_columns), hides_refused=has_stand_ins)
     handler = ViewHandler(
         opened.location.filesystem, {opened.location.path: opened}, denied_columns=denied_columns
     )
@@ -116,33 +571,33 @@ def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, optio
         filesystem=pafs.PyFileSystem(handler),
         columns=None if columns is None else list(columns),
         filters=request.filters,
-        # Its file system maps memory.
         **options.format,
         # Before pyarrow 25, a file in a folder `name=value` would get a column of that name.
         **{"partitioning": None, **options.table},
     )
-    return table.cast(schema_for_all(table.schema, opened)) if nulls_denied(keys) else table
+    return table.cast(_schema_for_all(table.schema, opened)) if denied_columns == "null" else table
 
 
 def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:
     partitioning, schema = options.table.get("partitioning", "hive"), options.table.get("schema")
     if partitioning == "hive":
-        # As in `pyarrow.parquet.read_table`, and other than in data sets.
+        # As in `pyarrow.parquet.read_table`, but not in data sets.
         partitioning = ds.HivePartitioning.discover(infer_dictionary=True)
     of_files = options
     if "arrow_extensions_enabled" in inspect.signature(pq.read_table).parameters:
-        # Its default, which data sets do not have; versions before 21 lack it.
+        # The default of `read_table`, which data sets do not have; pyarrow has it from version 21 on.
         of_files = replace(options, format={"arrow_extensions_enabled": True, **options.format})
-    # What is not asked for is not read: other columns may be refused. The index is known when a file was opened.
+    knows_denied = keys.configuration.reading.denied_columns == "hide"
+    # The index columns are known after a file was opened.
     finds_index = bool(options.table.get("use_pandas_metadata"))
-    files = DataSetFiles(keys, folder, request, of_files, wanted=tuple if finds_index else request.wanted)
-    dataset = files.dataset(partitioning, schema, knows_denied=hides_denied(keys))
+    files = _DataSetFiles(keys, folder, request, of_files, wanted=tuple if finds_index else request.wanted)
+    dataset = files.dataset(partitioning, schema, knows_denied=knows_denied)
     if finds_index and request.columns is not None:
-        index = set(pandas_index(dataset.schema.metadata)) - set(request.columns)
+        index = set(_pandas_index(dataset.schema.metadata)) - set(request.columns)
         if index:
             request = replace(request, columns=[*request.columns, *sorted(index)])
-            files = DataSetFiles(keys, folder, request, of_files, files.paths)
-            dataset = files.dataset(partitioning, schema, knows_denied=hides_denied(keys))
+            files = _DataSetFiles(keys, folder, request, of_files, files.paths)
+            dataset = files.dataset(partitioning, schema, knows_denied=knows_denied)
     expression = None if request.filters is None else pq.filters_to_expression(request.filters)
     names = None if request.columns is None else [name for name in request.columns if name not in files.hidden]
     known = files.names
@@ -166,15 +621,12 @@ _BATCHES_AHEAD = 16
 
 
 OpenColumns = Callable[..., ds.Dataset]
-"""Opens a data set for the `columns` that it is called with only; None for all."""
+"""Opens a data set for the argument `columns`; None for all columns."""
 
 
 @dataclass(frozen=True)
 class PolarsSource:
-    """What Polars takes for a pyarrow data set: it is opened when it is scanned, for the columns of the query.
-
-    So only their keys are fetched, and columns that nobody asks for may be refused.
-    """
+    """What Polars scans: a data set that is opened for each scan, with the keys of its columns only."""
 
     schema: pa.Schema
     open_columns: OpenColumns
@@ -184,8 +636,8 @@ class PolarsSource:
     ) -> Iterator[pa.RecordBatch]:
         """Scan; see `pyarrow.dataset.Dataset.to_batches`.
 
-        By default Arrow decodes two million rows ahead, however few threads there are: memory that is new for each
-        of them costs more than what the threads wait for.
+        By default, Arrow decodes two million rows ahead, however few threads there are. The new memory costs more
+        than waiting.
         """
         options.setdefault("batch_readahead", min(_BATCHES_AHEAD, _BATCHES_AHEAD_OF_A_THREAD * pa.cpu_count()))
         names = list(self.schema.names if columns is None else columns)
@@ -209,7 +661,7 @@ def scan_polars(open_columns: OpenColumns, open_file: Callable[[str], PlainInput
 
 
 def _schema(open_columns: OpenColumns, open_file: Callable[[str], PlainInput]) -> pa.Schema:
-    """Return the schema of all columns, also of those that cannot be read."""
+    """Return the schema of all columns, including columns that cannot be read."""
     try:
         return open_columns(columns=None).schema
     except ColumnAccessDeniedError:

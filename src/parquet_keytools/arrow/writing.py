@@ -1,7 +1,4 @@
-"""Writing encrypted files and data sets with pyarrow, from what callers give: frames of other libraries, too.
-
-A data set without partitions goes through the module encryptor: row group by row group, one file after the other.
-"""
+"""Writing encrypted files and data sets from pyarrow data and from DataFrames of other libraries."""
 
 from __future__ import annotations
 
@@ -13,28 +10,19 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.encryption_properties import (
-    ArrowEncryptor,
-    arrow_leaf_paths,
-    arrow_limits,
-    encryption_configuration,
-)
+from parquet_keytools.arrow.file_systems import PendingHandler
 from parquet_keytools.arrow.file_writer import (
     MAX_ROW_GROUP_ROWS,
     EncryptedParquetWriter,
-    ModuleEncryptedFile,
     WriteResult,
-    because,
-    check_write_options,
-    refusing_beyond_ordinals,
     row_group_rows,
     whole_number,
     without_ours,
 )
-from parquet_keytools.arrow.output_filesystem import PendingHandler
+from parquet_keytools.arrow.properties import ArrowEncryptor, arrow_leaf_paths
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.aad import refuse_more_than_ordinals
-from parquet_keytools.files.key_service import TablePolicy
+from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.storage.failures import failing_as_output
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import written_bytes
@@ -46,28 +34,14 @@ if TYPE_CHECKING:
 
 _STREAM_ROWS = 1024 * 1024
 _STREAM_BYTES = 128 * 1024 * 1024
-"""How many bytes of a stream make a row group: what is held in memory at a time."""
+"""How many bytes of a stream make a row group, and are in memory at a time."""
 
 _TAKEN = (
     "a pyarrow Table, RecordBatch, RecordBatchReader, Dataset or Scanner, a list of tables or batches, or "
-    "what has __arrow_c_stream__, such as a DataFrame of pandas or Polars or a relation of DuckDB"
+    "an object with __arrow_c_stream__, such as a pandas or Polars DataFrame or a DuckDB relation"
 )
 
-STREAMED_OPTIONS = frozenset(
-    {
-        "basename_template",
-        "create_dir",
-        "max_open_files",
-        "max_partitions",
-        "max_rows_per_file",
-        "max_rows_per_group",
-        "min_rows_per_group",
-        "preserve_order",
-        "use_threads",
-    }
-)
-"""Options of `pyarrow.dataset.write_dataset` that mean something or nothing where there is one file at a time."""
-
+_DATA_SET_REASON = "it would make the keys of a data set's files in threads of its own"
 
 _REFUSED = {
     "file_visitor": "it would reveal statistics of encrypted columns",
@@ -77,7 +51,7 @@ _REFUSED = {
 
 
 def as_stream(data: Any) -> pa.Table | pa.RecordBatchReader:
-    """Return what `as_dataset_source` takes as a table, or as a stream of batches, made as they are taken."""
+    """Return data that `as_dataset_source` takes as a table or as a stream of batches."""
     source = as_dataset_source(data)
     if isinstance(source, (pa.Table, pa.RecordBatchReader)):
         return source
@@ -89,10 +63,9 @@ def as_stream(data: Any) -> pa.Table | pa.RecordBatchReader:
 
 
 def row_groups_of(source: pa.Table | pa.RecordBatchReader, row_group_rows: int | None) -> Iterator[pa.Table]:
-    """Yield the data of a few row groups at a time: batches of a stream may be small.
+    """Yield a table as it is, or a stream as tables of a few row groups: its batches may be small.
 
-    A table comes as it is. A row group of a stream has as many rows as pyarrow's, or as `_STREAM_BYTES` of data
-    have, if nothing else is given.
+    Without `row_group_rows`, a row group of a stream ends after `_STREAM_ROWS` rows or `_STREAM_BYTES`.
     """
     if isinstance(source, pa.Table):
         yield source
@@ -117,13 +90,13 @@ def row_groups_of(source: pa.Table | pa.RecordBatchReader, row_group_rows: int |
 
 
 def as_dataset_source(data: Any) -> Any:
-    """Return data as `pyarrow.dataset.write_dataset` takes it, or raise `TypeError`; streams stay streams."""
+    """Return data as `pyarrow.dataset.write_dataset` takes it, or raise `TypeError`. Streams stay streams."""
     if isinstance(data, (pa.Table, pa.RecordBatch, pa.RecordBatchReader)):
         return data
     # Not earlier: it imports pandas, where it is installed.
     import pyarrow.dataset as ds
 
-    from parquet_keytools.arrow.data_sets import EncryptedDataset
+    from parquet_keytools.arrow.reading import EncryptedDataset
 
     if isinstance(data, EncryptedDataset):
         return data.scanner().to_reader()
@@ -141,19 +114,19 @@ def as_dataset_source(data: Any) -> Any:
         if "non-struct" not in str(error):
             raise
         raise TypeError(
-            f"{type(data).__qualname__} is one column, and no table: give a DataFrame, such as `data.to_frame()`."
+            f"{type(data).__qualname__} is one column, not a table: give a DataFrame, such as `data.to_frame()`."
         ) from None
     if hasattr(data, "collect") and hasattr(data, "lazy"):
-        raise TypeError(f"{type(data).__qualname__} is a query that did not run: give `data.collect()`.")
+        raise TypeError(f"{type(data).__qualname__} is a query that has not run: give `data.collect()`.")
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
         parts = [as_dataset_source(part) for part in data]
         if parts and all(isinstance(part, (pa.Table, pa.RecordBatch)) for part in parts):
             return parts
-    raise TypeError(f"{type(data).__qualname__} is no data to be written: give {_TAKEN}.")
+    raise TypeError(f"{type(data).__qualname__} is not tabular data: give {_TAKEN}.")
 
 
 def _without_views(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
-    """Return a stream without views of strings, such as Polars gives: Arrow cannot partition or filter these."""
+    """Return a stream without string views, which Polars gives: Arrow cannot partition or filter them."""
     fields = [field.with_type(_without_view(field.type)) for field in reader.schema]
     schema = pa.schema(fields, metadata=reader.schema.metadata)
     return reader if schema == reader.schema else reader.cast(schema)
@@ -171,79 +144,6 @@ def _without_view(kind: pa.DataType) -> pa.DataType:
 
 
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-
-
-def stream_files(
-    encryptor: ArrowEncryptor,
-    policy: TablePolicy,
-    handler: PendingHandler,
-    folder: FileLocation,
-    source: pa.Table | pa.RecordBatchReader,
-    write_options: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> int:
-    """Write the files of a data set, for `PendingHandler.commit` to put in their places; return how many rows.
-
-    No more than one row group is held. `options` are some of `STREAMED_OPTIONS`.
-
-    Raises:
-        pyarrow.ArrowInvalid: The folder holds files.
-    """
-    template = options.get("basename_template", "part-{i}.parquet")
-    if not isinstance(template, str):
-        raise TypeError(f"basename_template takes a str, not {template!r}.")
-    if "{i}" not in template:
-        raise ValueError("basename_template did not contain '{i}'")
-    if next(all_files(folder), None) is not None:
-        raise pa.ArrowInvalid(
-            f"Could not write to {folder.path} as the directory is not empty and existing_data_behavior is error"
-        )
-    if options.get("create_dir", True):
-        handler.create_dir(folder.path, recursive=True)
-    group_rows = min(options.get("max_rows_per_group") or MAX_ROW_GROUP_ROWS, MAX_ROW_GROUP_ROWS)
-    group_rows = max(min(options["min_rows_per_group"] or group_rows, group_rows), 1)
-    total = 0
-    files = _by_files(source, group_rows, options.get("max_rows_per_file") or 0)
-    for number, tables in enumerate(files):
-        pending = handler.begin(folder.child(template.format(i=number)).path)
-        file = ModuleEncryptedFile(encryptor, policy, pending, source.schema, write_options)
-        try:
-            for table in tables:
-                file.write(table, group_rows)
-                total += table.num_rows
-            handler.complete(file.finish())
-        except BaseException:
-            file.abandon()
-            raise
-    return total
-
-
-def _by_files(
-    source: pa.Table | pa.RecordBatchReader, group_rows: int, file_rows: int
-) -> Iterator[Iterator[pa.Table]]:
-    """Yield the tables of one file after the other; each is to be read to its end."""
-    tables = iter(row_groups_of(source, group_rows))
-    rest: pa.Table | None = next(tables, None)
-    if rest is None or not rest.num_rows:
-        return  # As pyarrow does.
-
-    def one_file() -> Iterator[pa.Table]:
-        nonlocal rest
-        room = file_rows
-        while rest is not None:
-            if not file_rows or rest.num_rows <= room:
-                room -= rest.num_rows
-                yield rest
-                rest = next(tables, None)
-                if file_rows and not room:
-                    return
-            else:
-                head, rest = rest.slice(0, room), rest.slice(room)
-                yield head
-                return
-
-    while rest is not None:
-        yield one_file()
 
 
 _log = logging.getLogger(__name__)
@@ -269,7 +169,7 @@ def write_table(
 
 
 def write_dataset(
-    encryptor: ArrowEncryptor,
+    keys: KeyService,
     data: Any,
     folder: FileLocation,
     table_name: str | None,
@@ -284,9 +184,8 @@ def write_dataset(
     # Not earlier: it imports pandas, where it is installed.
     import pyarrow.dataset as ds
 
-    keys = encryptor.keys
     parameters = inspect.signature(ds.write_dataset).parameters
-    # What pyarrow takes for not given.
+    # pyarrow ignores arguments that are None and that are None by default.
     options = {
         name: value
         for name, value in options.items()
@@ -298,6 +197,7 @@ def write_dataset(
         raise TypeError(f"{name} is not supported: {_REFUSED[name]}")
     options |= _row_limits(options)
     write_options = without_ours(write_options)
+    file_options = ds.ParquetFileFormat().make_write_options(**write_options)
     schema = options.get("schema")
     if isinstance(data, Iterator) and schema is not None:
         data = pa.RecordBatchReader.from_batches(schema, data)
@@ -306,7 +206,6 @@ def write_dataset(
     if schema is None:
         schema = data[0].schema if isinstance(data, list) else data.schema
     partitioning, partition_names = _partitioning(partitioning, partitioning_flavor, schema)
-    check_write_options(write_options)
     if partition_names:
         all_columns = keys.policy(table_name, arrow_leaf_paths(schema, write_options))
         all_columns.check_partition_columns(partition_names)
@@ -315,28 +214,11 @@ def write_dataset(
     refuse_more_than_ordinals(folder, columns=len(paths))
     policy = keys.policy(table_name, paths)
     policy.refuse_folder_names(partition_names)
-    reasons = arrow_limits(policy, write_options)
-    if not policy.table.double_wrapping:
-        reasons.append("it would call the KMS while it writes a data set with single wrapping")
-    if policy.table.key_material == "external":
-        reasons.append("its external key material would be there before the files")
-    file_format = ds.ParquetFileFormat()
-    if reasons:
-        # What the KMS refuses, it refuses before Arrow's threads start.
-        keys.wrap_keks(policy)
-        file_options = file_format.make_write_options(**write_options)
-        handler = PendingHandler(folder, keys, policy.table_name, durable=durable)
-    else:
-        factory = encryptor.primed_factory(policy)
-        connection = encryptor.connection_config()
-        config = ds.ParquetEncryptionConfig(factory, connection, encryption_configuration(policy))
-        file_options = file_format.make_write_options(encryption_config=config, **write_options)
-        handler = PendingHandler(folder, None, policy.table_name, durable=durable)
-    _log.info(
-        "%s is encrypted by %s%s", folder, "the module encryptor" if reasons else "pyarrow", because(reasons)
-    )
+    # An error of the KMS is raised here, before Arrow's threads start.
+    keys.wrap_keks(policy)
+    handler = PendingHandler(folder, keys, policy.table_name, durable=durable)
     if folder.is_local:
-        # Arrow would take a folder with nothing but what a killed process left for one that has files.
+        # What a killed process left would look to Arrow like a data set that exists.
         for _ in without_leftovers(all_files(folder)):
             pass
     rows: list[int] = []
@@ -346,47 +228,36 @@ def write_dataset(
         rows.append(written.metadata.num_rows)
         row_groups.append(written.metadata.num_row_groups)
 
-    options = {**_row_group_options(schema, options), **options}
+    options = {**_row_group_options(len(paths), options), **options}
     try:
-        with failing_as_output(folder), refusing_beyond_ordinals(folder):
-            if reasons and partitioning is None and options.keys() <= STREAMED_OPTIONS:
-                rows.append(
-                    stream_files(encryptor, policy, handler, folder, as_stream(data), write_options, options)
-                )
-            else:
-                ds.write_dataset(
-                    handler.until_failure(data) if isinstance(data, pa.RecordBatchReader) else data,
-                    folder.path,
-                    format=file_format,
-                    filesystem=pafs.PyFileSystem(handler),
-                    file_options=file_options,
-                    partitioning=partitioning,
-                    file_visitor=count,
-                    **options,
-                )
-            # Some versions of Arrow count on after the last ordinal.
+        with failing_as_output(folder):
+            ds.write_dataset(
+                handler.until_failure(data) if isinstance(data, pa.RecordBatchReader) else data,
+                folder.path,
+                format="parquet",
+                filesystem=pafs.PyFileSystem(handler),
+                file_options=file_options,
+                partitioning=partitioning,
+                file_visitor=count,
+                **options,
+            )
             refuse_more_than_ordinals(folder, row_groups=max(row_groups))
             files = handler.commit()
     except BaseException:
         handler.discard()
         raise
     return WriteResult(
-        str(folder),
-        "module encryptor" if reasons else "pyarrow",
-        tuple(reasons),
-        len(files),
-        sum(rows),
-        written_bytes(files),
+        str(folder), "module encryptor", (_DATA_SET_REASON,), len(files), sum(rows), written_bytes(files)
     )
 
 
 _ROW_GROUP_BYTES = 64 * 1024 * 1024
-_VARIABLE_BYTES = 32
-"""What a value without a fixed width is taken to have."""
+_VALUE_BYTES = 16
+"""Assumed length of a value."""
 
 
 def _row_limits(options: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many rows files and row groups have at most and at least, as far as a caller limits them."""
+    """Return the limits of rows that a caller gave: pyarrow takes some negative numbers for large numbers."""
     least = {"max_rows_per_file": 0, "max_rows_per_group": 1, "min_rows_per_group": 0}
     limits = {name: whole_number(name, options[name], least=least[name]) for name in least.keys() & options.keys()}
     file_rows = limits.get("max_rows_per_file") or None
@@ -402,23 +273,13 @@ def _row_limits(options: Mapping[str, Any]) -> dict[str, int]:
     return limits
 
 
-def _row_group_options(schema: pa.Schema, options: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many rows a row group should have: otherwise each batch, however small, would make one."""
+def _row_group_options(column_count: int, options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fewest rows of a row group: by default, pyarrow makes a row group of each batch."""
     if "min_rows_per_group" in options:
         return {}
-    row_bytes = sum(_bytes_of(field.type) for field in schema)
     limits = [options.get(name) for name in ("max_rows_per_group", "max_rows_per_file")]
     most = min([MAX_ROW_GROUP_ROWS, *(limit for limit in limits if limit)])
-    return {"min_rows_per_group": min(most, max(_ROW_GROUP_BYTES // max(row_bytes, 1), 1024))}
-
-
-def _bytes_of(kind: pa.DataType) -> int:
-    if kind.num_fields:
-        return sum(_bytes_of(kind.field(position).type) for position in range(kind.num_fields))
-    try:
-        return max(int(kind.bit_width) // 8, 1)
-    except ValueError:
-        return _VARIABLE_BYTES
+    return {"min_rows_per_group": min(most, max(_ROW_GROUP_BYTES // (_VALUE_BYTES * max(column_count, 1)), 1024))}
 
 
 def _partitioning(
@@ -431,7 +292,7 @@ def _partitioning(
         return None, frozenset()
     if not isinstance(partitioning, (list, tuple, str, bytes)) and not hasattr(partitioning, "schema"):
         raise TypeError(
-            f"{partitioning!r} is no partitioning to write with: give a list of names of columns, or a pyarrow "
+            f"{partitioning!r} is not a partitioning for writing: give a list of names of columns, or a pyarrow "
             "partitioning with a schema."
         )
     if isinstance(partitioning, (list, tuple, str, bytes)):

@@ -65,8 +65,7 @@ from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import BufferSink
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.view.chunk_view import PageCache
-from parquet_keytools.view.plain_file import PlainFile
-from parquet_keytools.view.plain_files import PlainInput
+from parquet_keytools.view.plain_file import PlainFile, PlainInput
 
 CONFIG_PROPERTY = "keytools.config"
 IO_IMPL_PROPERTY = "keytools.io-impl"

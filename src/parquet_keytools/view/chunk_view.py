@@ -1,7 +1,8 @@
-"""The pages of one encrypted chunk, decrypted in place: each keeps offset and length (spec 5.1); and their cache.
+"""The pages of one encrypted chunk, decrypted in place, and their cache.
 
-An encrypted page is a module for its header and one for its data. In the view the header takes the bytes of the
-first module and of the second one's framing: it is padded by a field that no reader knows.
+Each page keeps its offset and length (spec 5.1). An encrypted page is a module for its header and a module for its
+data. In the view, the header takes the bytes of the first module and of the second module's framing: it is padded
+by a field that readers skip.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from parquet_keytools.format.structs import OffsetIndex, PageHeader
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 
 CACHE_BYTES = 64 * 1024 * 1024
-"""How much the pages in a cache may take, in bytes."""
+"""Most bytes of all pages in a cache."""
 
 PageKey = tuple[int, int]
-"""A number of the file's own, and where the page begins."""
+"""The number of a view, and where the page begins."""
 
 
 class PageCache:
-    """Pages of any number of files, for readers that come back for the rest; for any number of threads."""
+    """Pages of which a reader took a part, of any number of files; for any number of threads."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self.held_bytes = 0
@@ -44,7 +45,7 @@ class PageCache:
         self._forgotten: deque[int] = deque()
 
     def get(self, key: PageKey) -> memoryview | None:
-        """Return a page with its header, if it is held."""
+        """Return a page with its header, if the cache has it."""
         with self._lock:
             page = self._pages.get(key)
             if page is not None:
@@ -52,7 +53,7 @@ class PageCache:
             return page
 
     def put(self, key: PageKey, page: memoryview) -> None:
-        """Keep a page, in place of those that nobody used for the longest time."""
+        """Keep a page, in place of the least recently used pages."""
         with self._lock:
             self._drop_forgotten()
             if len(page) > self._max_bytes or key in self._pages:
@@ -64,9 +65,9 @@ class PageCache:
                 self.held_bytes -= len(oldest)
 
     def forget(self, number: int) -> None:
-        """Drop the pages of a file; at once, unless another one is looked for or kept meanwhile.
+        """Drop the pages of a view: now, or with the next `put` if the lock is taken.
 
-        The garbage collector may call this at any time, also in a thread that has the lock.
+        The garbage collector may call this at any time, even in the thread that has the lock.
         """
         self._forgotten.append(number)
         with contextlib.suppress(TimeoutError), self._lock.held_within(0):
@@ -80,11 +81,11 @@ class PageCache:
 
 
 _NEAR_BYTES = 64 * 1024
-"""Pages that begin so close to the last known one are found by the headers in between, read at once."""
+"""Pages this close to the last known page are found by walking the headers in between."""
 
 
 class HeldSource:
-    """A source of which a part is in memory; only what lies outside of it is read."""
+    """A source of which a part is in memory."""
 
     def __init__(self, source: ByteSource, offset: int, data: bytes | memoryview) -> None:
         self.path = source.path
@@ -112,7 +113,7 @@ class HeldSource:
 
 
 class _KnownPages:
-    """Where pages of a chunk begin, as far as that is known; the last entry is where nothing is known any more."""
+    """Where the known pages of a chunk begin; the last entry is the end of the last known page."""
 
     def __init__(self, start: int) -> None:
         self.starts: array[int] = array("Q", [start])
@@ -123,7 +124,7 @@ class _KnownPages:
         return self.starts[-1]
 
     def add(self, page_type: int, end: int) -> None:
-        """Note what the header of the page at the frontier said."""
+        """Add the page at the frontier, from its header."""
         ordinal = self.ordinals[-1]
         if page_type == PageHeader.DICTIONARY_PAGE:
             self.ordinals[-1] = NO_PAGE_ORDINAL
@@ -133,17 +134,17 @@ class _KnownPages:
         self.ordinals.append(ordinal)
 
     def replace(self, starts: Sequence[int], end: int, *, has_dictionary_page: bool) -> None:
-        """Take the pages that an offset index names."""
+        """Take the pages of an offset index."""
         first = NO_PAGE_ORDINAL if has_dictionary_page else 0
         self.starts = array("Q", [*starts, end])
         self.ordinals = array("i", range(first, first + len(starts) + 1))
 
 
 class ChunkView:
-    """The pages of an encrypted chunk, as plaintext; for any number of threads.
+    """The pages of an encrypted chunk as plaintext; for any number of threads.
 
-    Pages are found one after the other, from header to header, or by the chunk's offset index, which is authentic.
-    A header that is not at its place in the chunk does not authenticate.
+    Pages are found from header to header, or by the chunk's offset index, which is authentic. A header at a wrong
+    place does not authenticate.
     """
 
     def __init__(
@@ -157,10 +158,10 @@ class ChunkView:
         offset_index: Callable[[ByteSource], bytes | memoryview] | None,
         piece_length: int,
     ) -> None:
-        """Make one; nothing is read yet.
+        """Take a chunk; nothing is read yet.
 
-        The cache keeps pages of which a part was read, under the number of the file. About `piece_length` bytes
-        are read at once, at most.
+        The cache keeps pages of which a part was read, under the number of the view. At most about `piece_length`
+        bytes are read at once.
         """
         assert region.length is not None
         self._number = number
@@ -176,11 +177,11 @@ class ChunkView:
         self._lock = ForkSafeLock()
 
     def read_into(self, source: ByteSource, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset` of the file on, within the chunk, when all pages that it is of are authentic.
+        """Fill `out` from `offset` of the file, within the chunk.
 
         Raises:
             DecryptionError: A page does not authenticate.
-            ParquetFormatError: A page is not what its header says.
+            ParquetFormatError: A page does not match its header.
         """
         end = offset + len(out)
         start, last_start, stop = self._span(source, offset, end)
@@ -201,11 +202,11 @@ class ChunkView:
             start = self._decrypt(held, start, min(end, piece_end), offset, out)
 
     def _decrypt(self, source: ByteSource, start: int, end: int, offset: int, out: memoryview) -> int:
-        """Decrypt the pages from `start` up to the one that `end` is in; returns where that ends."""
+        """Decrypt the pages from `start` to the page that holds `end`; return where that page ends."""
         wanted_end = offset + len(out)
         while start < end:
             (length,) = struct.unpack("<I", source.read_at(start, min(LENGTH_LENGTH, self._limit - start)))
-            # Reads what lies behind its data only where the header itself does.
+            # This window reads beyond its data only if the header is longer.
             window = HeaderWindow(source, start, min(start + LENGTH_LENGTH + length, self._limit))
             facts, header_length, ordinal = self._header(window, source.path, start)
             stop = start + header_length + facts.page_length
@@ -232,7 +233,7 @@ class ChunkView:
         room = len(out) - length
         plaintext = out[room:]
         if facts.crc is not None:
-            # It is that of the page as it is stored: all there is to detect damage with AES-CTR.
+            # The CRC of the stored page: with AES-CTR, nothing else detects damage.
             check_crc(module, facts.crc, path, offset)
         decrypt_page(self._reader, module, ordinal, plaintext)
         crc = None if facts.crc is None else zlib.crc32(plaintext)
@@ -241,7 +242,7 @@ class ChunkView:
     # --- Where pages begin ---------------------------------------------------------------------------------
 
     def _header(self, window: HeaderWindow, path: str, start: int) -> tuple[PageHeaderFacts, int, int]:
-        """Return facts, the header's length in the file, and the page ordinal of a page whose start is known."""
+        """Return facts, stored header length and page ordinal of a page whose start is known."""
         with self._lock:
             pages = self._pages
             index = bisect_right(pages.starts, start) - 1
@@ -250,7 +251,7 @@ class ChunkView:
         is_first = start == self._start
         try:
             if not is_start:
-                raise ParquetFormatError("the offset index names no page there.")
+                raise ParquetFormatError("the offset index has no page there.")
             if ordinal >= MAX_COUNT:
                 raise ParquetFormatError(f"its chunk has more than {MAX_COUNT} pages.")
             expects_dictionary_page = self._expects_dictionary_page or ordinal == NO_PAGE_ORDINAL
@@ -276,9 +277,9 @@ class ChunkView:
         return facts, length, ordinal
 
     def _span(self, source: ByteSource, offset: int, end: int) -> tuple[int, int, int]:
-        """Return where the first page begins of which the range has a part, where the last one begins and ends.
+        """Return where the first page of a range begins, and where its last known page begins and ends.
 
-        The latter two are of known pages: that may be the last one known, and the end of the range.
+        If pages of the range are unknown, the end is the end of the range.
         """
         if self._pages.frontier + _NEAR_BYTES < offset:
             self._take_offset_index(source)
@@ -292,7 +293,7 @@ class ChunkView:
             return starts[bisect_right(starts, offset) - 1], starts[last - 1], stop
 
     def _take_offset_index(self, source: ByteSource) -> None:
-        """Learn where all pages are, if an offset index says so of each byte of the chunk."""
+        """Take all pages from the offset index, if it covers the whole chunk."""
         read, self._offset_index = self._offset_index, None
         if read is None:
             return
@@ -310,7 +311,7 @@ class ChunkView:
 
 
 def _copy(page: memoryview, start: int, offset: int, out: memoryview) -> int:
-    """Copy what a page has of a range; returns where the page ends."""
+    """Copy the part of a page that is in a range; return where the page ends."""
     stop = start + len(page)
     first, last = max(start, offset), min(stop, offset + len(out))
     if first < last:

@@ -1,4 +1,4 @@
-"""The fsspec file system `keytools`: what is written through it is encrypted, and what is read is decrypted."""
+"""The fsspec file system `keytools`: it encrypts files that are written and decrypts files that are read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import datetime
 import errno
 import hashlib
+import io
 import logging
 import os
 import secrets
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from glob import has_magic
 from pathlib import Path, PurePosixPath
@@ -21,13 +22,18 @@ import pyarrow as pa
 from fsspec.callbacks import DEFAULT_CALLBACK
 from pyarrow import fs as pafs
 
-from parquet_keytools.errors import KEY_REFUSALS, FolderNameError, KeytoolsError, KmsError, OutputError
-from parquet_keytools.files.conversion import rekey_file
+from parquet_keytools import audit
+from parquet_keytools.errors import KEY_REFUSALS, KeytoolsError, KmsError, OutputError
+from parquet_keytools.files.conversion import encrypt_pending, rekey_file
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.plaintext_spool import SpoolRoom
+from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
+from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.files.table_check import names_in_folders
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.keys.material_store import read_key_materials, remove_key_materials
-from parquet_keytools.runtime.endings import share_with_arrow
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.endings import ExceptionWatch, share_with_arrow
+from parquet_keytools.runtime.fork_safety import ForkSafeLock, OwnerProcess
+from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
 from parquet_keytools.storage.listing import is_utf8
 from parquet_keytools.storage.locations import (
     OBJECT_STORES,
@@ -39,20 +45,181 @@ from parquet_keytools.storage.locations import (
 )
 from parquet_keytools.storage.locks import exclusive_folder
 from parquet_keytools.storage.made_folders import MadeFolders
+from parquet_keytools.storage.outputs import PendingOutput, pending_output, write_whole
 from parquet_keytools.storage.printable import escaped_path
 from parquet_keytools.storage.walk import all_files, infos_in, names_in, parquet_file_of
-from parquet_keytools.view.encrypted_output import EncryptedOutput, refuse_partition_folders
-from parquet_keytools.view.plain_files import PlainFiles, PlainInput
+from parquet_keytools.view.plain_file import PlainFiles, PlainInput
 
 _log = logging.getLogger(__name__)
-
-_FEW_FILES = 4
 
 _TYPES = {pafs.FileType.Directory: "directory", pafs.FileType.File: "file"}
 
 
+class EncryptedOutput(io.RawIOBase):
+    """Takes a plain Parquet file and writes it encrypted, whole or not at all.
+
+    The module encryptor writes the file when it is closed. No file appears if an exception ends a `with` statement
+    of this file or of a writer on top of it, if an exception is being handled when it is closed, or in a forked
+    child.
+    """
+
+    def __init__(
+        self,
+        keys: KeyService,
+        table_name: str,
+        target: FileLocation,
+        room: SpoolRoom,
+        *,
+        overwrite: bool = True,
+        commits_on_close: bool = True,
+        on_discarded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open a file; nothing is written yet.
+
+        With `commits_on_close` it appears when it is closed, otherwise with `commit`. If it does not appear,
+        `on_discarded` is called.
+
+        Raises:
+            ConfigurationError: The names of its folders show values of a column with a key.
+            OutputError: It cannot be written there.
+        """
+        super().__init__()
+        self._keys = keys
+        self._table_name = table_name
+        self._target = target
+        self._commits_on_close = commits_on_close
+        self._owner = OwnerProcess()
+        self._watch = ExceptionWatch()
+        self._spool = PlaintextSpool(room, str(target))
+        self._beginning = bytearray()
+        self._overwrite = overwrite
+        self._pending: PendingOutput | None = None
+        self._finish: Callable[[], None] | None = None
+        share_with_arrow(self)
+        self._on_discarded = on_discarded
+        self._is_done = False
+        if target.name == "_metadata":
+            raise OutputError(
+                f"{target} is not written: it would hold the statistics of all files, and the places of their "
+                "columns before they were encrypted.",
+                hint="Write the data set without a _metadata file.",
+            )
+        _refuse_partition_folders(keys, table_name, target.path)
+        if target.is_local:
+            # Fail now, not when the file is closed. There may be more files than a process may have open.
+            pending_output(target, overwrite=overwrite).discard()
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self._spool.size_bytes
+
+    def write(self, data: Any) -> int:
+        """Take bytes of the plain file; other formats than Parquet are refused."""
+        if self.closed:
+            raise ValueError("write to closed file")
+        refuse_in_child(self._owner, self._target)
+        view = memoryview(data).cast("B")
+        if len(self._beginning) < len(MAGIC):
+            self._beginning += view[: len(MAGIC) - len(self._beginning)]
+            if not any(magic.startswith(self._beginning) for magic in (MAGIC, MAGIC_ENCRYPTED_FOOTER)):
+                self.discard()
+                raise self._not_parquet()
+        return self._spool.write(view)
+
+    def close(self) -> None:
+        """Encrypt the file.
+
+        Raises:
+            KeytoolsError: It is not a plain Parquet file, or its table does not allow it.
+            BaseException: An exception that was raised since it was opened is being handled: rows may be missing.
+        """
+        if self.closed:
+            return
+        super().close()
+        try:
+            refuse_in_child(self._owner, self._target)
+            self._watch.refuse(self._target)
+            with audit.about(self._target), failing_as_output(self._target):
+                self._pending = pending_output(self._target, overwrite=self._overwrite)
+                self._finish = self._encrypted(self._pending)
+            if self._commits_on_close:
+                self.commit()
+        finally:
+            self._spool.close()
+            if self._finish is None:
+                self.discard()
+
+    def commit(self) -> None:
+        """Put the file in its place, if it was closed and not discarded."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            try:
+                with failing_as_output(self._target):
+                    finish()
+                self._is_done = True
+            finally:
+                self.discard()
+
+    def discard(self) -> None:
+        """Write nothing."""
+        pending, self._pending, self._finish = self._pending, None, None
+        if pending is not None:
+            pending.discard()
+        if not self.closed:
+            super().close()
+        self._spool.close()
+        if not self._is_done and self._owner.is_here:
+            self._is_done = True
+            self._on_discarded()
+
+    def _encrypted(self, pending: PendingOutput) -> Callable[[], None]:
+        """Encrypt the file; return the function that puts it in its place."""
+        if not self._spool.size_bytes:
+            if self._target.name.startswith(("_", ".")):
+                # A mark, such as _SUCCESS.
+                return lambda: write_whole(self._target, b"")
+            raise self._not_parquet()
+        names = names_in_folders(self._target.path)
+        new: NewKeyMaterial = encrypt_pending(
+            self._keys, self._table_name, self._spool, pending, folder_names=names
+        )
+        return lambda: put_in_place(pending, new)
+
+    def _not_parquet(self) -> OutputError:
+        return OutputError(
+            f"{self._target} is not written: this is not a whole Parquet file, and nothing else is encrypted.",
+            hint="Write files of other formats through another file system.",
+        )
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self.discard()
+        self.close()
+
+    def __del__(self) -> None:
+        # A file that was not closed may be incomplete.
+        if not self.closed:
+            if self._spool.size_bytes and self._owner.is_here:
+                _log.warning(
+                    "%s is not written, because it was never closed: open it in a `with` block", self._target
+                )
+            with contextlib.suppress(KeytoolsError, OSError):
+                self.discard()
+
+
+def _refuse_partition_folders(keys: KeyService, table_name: str, path: str) -> None:
+    """Refuse a path in which values of a protected column stand, before a folder or a file has that name."""
+    check = keys.table_check(table_name)
+    assert check is not None
+    check.refuse_folder_names([f"{path}/"], is_planned=True)
+
+
 class _MakesFileSystems(Protocol):
-    """`Keytools`, as far as file systems know it."""
+    """`Keytools`, for file systems."""
 
     def filesystem(self, table_name: str | None = None, filesystem: Any = None) -> KeytoolsFileSystem: ...
     def view(
@@ -61,15 +228,15 @@ class _MakesFileSystems(Protocol):
 
 
 class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
-    """Stands in front of another file system, whose Parquet files are encrypted.
+    """Encrypts and decrypts the Parquet files of another file system.
 
-    Whoever writes a plain Parquet file through it, be it pyarrow, pandas, Polars, Dask, Ray or DuckDB, gets a file
-    that is encrypted as its table says, with keys of its own. Nothing else than Parquet can be written.
+    A plain Parquet file that pyarrow, pandas, Polars, Dask, Ray or DuckDB writes through it is encrypted as its
+    table says, with keys of its own. Only Parquet files can be written.
 
-    Whoever reads an encrypted file through it sees a plain one, decrypted as it is read, of the same length unless
-    columns are shown as digests.
+    An encrypted file that is read through it is plain Parquet, decrypted as it is read, and of the same length
+    unless columns are shown as digests.
 
-    It may be pickled, as `Keytools` may.
+    It can be pickled if its `Keytools` can be pickled.
     """
 
     protocol = "keytools"
@@ -85,14 +252,14 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         root: PathLike | FileLocation | None = None,
         aad_prefix: str | bytes | None = None,
     ) -> None:
-        """Make one.
+        """Make a file system.
 
         Args:
-            keytools: What it is of, and what is pickled with it.
-            keys: Of the configuration.
-            table_name: The table of all files; None where the configuration has only one.
-            filesystem: The `pyarrow.fs` or fsspec file system in which they lie; None for the local one.
-            root: The folder, or the only file, that paths begin at; None for the root of the file system.
+            keytools: The `Keytools` that makes it, and is pickled with it.
+            keys: The keys of the configuration.
+            table_name: The table of all files; None if the configuration has only one.
+            filesystem: The `pyarrow.fs` or fsspec file system of the files; None for the local one.
+            root: The folder, or the only file, at which paths begin; None for the root of the file system.
             aad_prefix: The AAD prefix that each file that is read must have; None for the prefix of the table.
         """
         super().__init__()
@@ -100,7 +267,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         self._keys = keys
         self._table_name = table_name
         self._is_rooted = root is not None
-        # What the caller named, with its subtree; a root says where it is itself.
+        # A root has its own file system.
         self._below = root.filesystem if isinstance(root, FileLocation) else arrow_filesystem(filesystem)
         self._root = FileLocation.resolve("/" if root is None else root, self._below)
         self._aad_prefix = aad_prefix
@@ -114,7 +281,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     @property
     def _identity(self) -> tuple[str, str | None, pafs.FileSystem, FileLocation | None, str | bytes | None]:
-        """What makes two of them the same: configuration, table, place and AAD prefix."""
+        """Equal for equal file systems: configuration, table, place and AAD prefix."""
         root = self._root if self._is_rooted else None
         return _token_of(self._keytools), self._table_name, self._below, root, self._aad_prefix
 
@@ -124,11 +291,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def __hash__(self) -> int:
         return hash((_token_of(self._keytools), self._table_name, self._root.path))
 
-    # fsspec keeps what a file system was made with, and shows and serialises it: here it may be a configuration.
+    # fsspec keeps, shows and serialises these arguments, which may include a configuration.
 
     @property
     def storage_args(self) -> tuple[Any, ...]:
-        """What it was made with by position, without the secrets of a configuration."""
+        """The positional arguments, without the secrets of a configuration."""
         return self._storage_args
 
     @storage_args.setter
@@ -137,7 +304,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What it was made with by name, without the secrets of a configuration."""
+        """The keyword arguments, without the secrets of a configuration."""
         return self._storage_options
 
     @storage_options.setter
@@ -151,7 +318,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     @cached_property
     def arrow(self) -> pafs.PyFileSystem:
-        """The same as a `pyarrow.fs` file system."""
+        """This file system for `pyarrow.fs`."""
         return pafs.PyFileSystem(_Handler(self))
 
     # --- Files ---------------------------------------------------------------------------------------------
@@ -166,18 +333,16 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         whole_row_groups: bool = True,
         **options: Any,
     ) -> Any:
-        """Open a file: `rb`, which decrypts what is read, or `wb` and `xb`, which encrypt when it is closed.
+        """Open a file to be read (`rb`), or written and encrypted when it is closed (`wb`, `xb`).
 
-        DuckDB reads whole row groups where it needs nearly all of them: `PlainFile.read_at` says what it gets.
+        For `whole_row_groups` see `PlainFile.read_at`.
         """
         location = self._location(path)
         if mode == "rb":
             file = PlainInput(
-                self._files.open(location),
-                partial(self.open, path),
-                whole_row_groups=whole_row_groups,
+                self._files.open(location), partial(self.open, path), whole_row_groups=whole_row_groups
             )
-            file.path = path  # By which caches of fsspec know it.
+            file.path = path  # For fsspec's caches.
             return file
         if mode not in ("wb", "xb"):
             raise OutputError(
@@ -206,7 +371,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             self._room_for(location),
             overwrite=overwrite,
             commits_on_close=commits_on_close,
-            # Engines make folders named after values, and leave them behind when a file in them is refused.
+            # Engines make folders named after values, and leave them if a file in them is refused.
             on_discarded=partial(self._made.remove_empty, location.path),
         )
 
@@ -215,13 +380,13 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return table_name
 
     def _room_for(self, location: FileLocation) -> SpoolRoom:
-        """Return where plaintext is collected: one room for all files that this process writes."""
+        """Return the spool room of all files that this process writes."""
         if self._room is None or self._room[0] != os.getpid():
             self._room = (os.getpid(), SpoolRoom(location))
         return self._room[1]
 
     def _location(self, path: str, *, follows_link: bool = True) -> FileLocation:
-        """Return the place of a file; unless `follows_link`, a path may be a link that leads out of the root."""
+        """Return the place of a file; unless `follows_link`, it may be a link that leads out of the root."""
         text = str(self._strip_protocol(path))
         if not self._is_rooted:
             is_in_store = self._root.filesystem.type_name in OBJECT_STORES
@@ -235,7 +400,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return location
 
     def _is_within(self, location: FileLocation, *, follows_link: bool) -> bool:
-        """Return whether a file is below the root, wherever links lead."""
+        """Return whether a file is below the root after links are followed."""
         if not self._root.is_local or location == self._root:
             return True
         path = Path(location.path)
@@ -246,19 +411,19 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return {
             "name": name,
             "size": self._size(info),
-            # Neither is a pipe, a socket or a device; nobody opens one here.
+            # A pipe, a socket or a device is neither.
             "type": _TYPES.get(info.type, "other"),
             "created": info.mtime,
             "modified": info.mtime,
         }
 
     def _size(self, info: pafs.FileInfo) -> int:
-        """Return the length of a file as it is read: with digests it is longer than it is stored."""
+        """Return the length of a file as it is read: with digests, it is longer than the stored file."""
         if info.type == pafs.FileType.File and self._keys.configuration.reading.denied_columns == "hash":
             try:
                 return self._files.size_bytes(FileLocation(self._root.filesystem, info.path), info)
             except KeytoolsError as error:
-                # A file that cannot be opened does not hide those beside it.
+                # A file that cannot be opened must not hide the others.
                 if isinstance(error, KmsError) and not isinstance(error, KEY_REFUSALS):
                     raise
         return info.size or 0
@@ -266,35 +431,38 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     # --- Folders: as they are in the file system below -----------------------------------------------------
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
-        """Return what is known of a file or folder: name, size, type, created and modified.
+        """Return name, size, type, created and modified of a file or folder.
 
         Raises:
-            FolderNameError: It is a file whose folders give values to its protected columns.
+            FolderNameError: The folders of a file give values to its protected columns.
         """
         found = self._found(self._location(path))
         self._refuse_misplaced(found)
         return self._as_dict(self._name(path), found)
 
-    def _refuse_misplaced(self, info: pafs.FileInfo, *, is_listed: bool = False) -> None:
+    def _refuse_misplaced(self, info: pafs.FileInfo) -> None:
         if info.type == pafs.FileType.File:
-            self._files.refuse_misplaced(info, FileLocation(self._root.filesystem, info.path), is_listed=is_listed)
+            (error,) = self._files.misplaced(self._root.filesystem, [info])
+            if error is not None:
+                raise error
 
-    def _may_be_listed(self, info: pafs.FileInfo, *, is_listed: bool) -> bool:
-        try:
-            self._refuse_misplaced(info, is_listed=is_listed)
-        except FolderNameError as error:
-            # A file that may not be opened does not hide those beside it.
-            _log.warning("not listed: %s", error)
-            return False
-        return True
+    def _listed(self, infos: list[pafs.FileInfo]) -> list[pafs.FileInfo]:
+        """Return infos of a folder without files whose folders give values to their protected columns."""
+        files = [info for info in infos if info.type == pafs.FileType.File]
+        errors = self._files.misplaced(self._root.filesystem, files)
+        for error in errors:
+            if error is not None:
+                _log.warning("not listed: %s", error)
+        hidden = {info.path for info, error in zip(files, errors, strict=True) if error is not None}
+        return [info for info in infos if info.path not in hidden]
 
     def _name(self, path: str) -> str:
-        """Return the name of a file in listings: it begins as the caller's path does, also with a relative one."""
+        """Return the name of a file in listings, which begins as the caller's path does."""
         name = str(self._strip_protocol(path))
         return "/".join(PurePosixPath(name).parts) if self._is_rooted else name
 
     def _found(self, location: FileLocation) -> pafs.FileInfo:
-        """Return what is known of a file or folder that is there."""
+        """Return the info of an existing file or folder."""
         info = location.info()
         if info.type == pafs.FileType.NotFound and self._made.is_promised(location.path):
             return pafs.FileInfo(location.path, pafs.FileType.Directory)
@@ -303,7 +471,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return info
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
-        """Return what is in a folder, by name; see `infos_in` for names that are not UTF-8."""
+        """Return the content of a folder, by name; see `infos_in` for names that are not UTF-8."""
         location = self._location(path)
         found = self._found(location)
         name = self._name(path)
@@ -312,37 +480,34 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             entries = [self._as_dict(name, found)]
         else:
             start = f"{name.rstrip('/')}/" if name else ""
-            found_infos = [] if self._made.is_promised(location.path) else list(infos_in(location))
-            # Of a few files the views are opened, and kept: a reader opens them next.
-            is_listed = len(found_infos) > _FEW_FILES
-            infos = (info for info in found_infos if self._may_be_listed(info, is_listed=is_listed))
+            infos = [] if self._made.is_promised(location.path) else self._listed(list(infos_in(location)))
             entries = [self._as_dict(start + PurePosixPath(info.path).name, info) for info in infos]
             entries.sort(key=lambda entry: str(entry["name"]))
             for entry in entries:
                 if entry["type"] == "directory" and _leads_back(location, str(entry["name"]).rpartition("/")[2]):
-                    entry["type"] = "other"  # Its end would never come.
+                    entry["type"] = "other"  # A walk would never end.
         return entries if detail else [entry["name"] for entry in entries]
 
     def walk(
         self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = None, **options: Any
     ) -> Any:
-        """Yield what is in a folder and below; with fsspec, a folder that cannot be listed is an empty one."""
+        """Yield folders and files; a folder that cannot be listed is an error, and not empty as in fsspec."""
         return super().walk(path, maxdepth, topdown, on_error or _raise_unless_missing, **options)
 
     def created(self, path: str) -> datetime.datetime:
-        """Return when a file was made: of an encrypted file, which is replaced as a whole, its last change."""
+        """Return the last change: files are replaced as a whole."""
         return self.modified(path)
 
     def modified(self, path: str) -> datetime.datetime:
-        """Return when a file was changed last."""
+        """Return when a file was last changed."""
         changed: datetime.datetime = self.info(path)["modified"]
         location = self._location(path)
         below: Any = fsspec_of(location.filesystem)
-        # Arrow knows no times of other file systems of fsspec.
+        # Arrow does not take times from fsspec file systems.
         return below.modified(location.path) if changed is None and below is not None else changed
 
     def ukey(self, path: str) -> str:
-        """Return what changes with a file: caches of fsspec read a file again when it differs."""
+        """Return a text that changes with a file, for fsspec's caches."""
         key = str(super().ukey(path))
         location = self._location(path)
         below: Any = fsspec_of(location.filesystem)
@@ -360,7 +525,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if self.exists(path):
             raise FileExistsError(path)
         location = self._location(path)
-        refuse_partition_folders(self._keys, self._table_to_write(), location.path)
+        _refuse_partition_folders(self._keys, self._table_to_write(), location.path)
         if not (self._is_rooted and location == self._root):
             self._made.promise(location.path, recursive=create_parents)
 
@@ -379,7 +544,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         self._made.forget(location.path)
 
     def rm_file(self, path: str) -> None:
-        """Remove a file, and the key material beside it; of a link the link itself.
+        """Remove a file and the key material beside it, or a link, but not its target.
 
         Raises:
             OutputError: It lies behind a partition folder that is a link.
@@ -391,21 +556,21 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             remove_key_materials(location, None)
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Remove files, or folders with what is in them; of a link the link itself, not what it leads to.
+        """Remove files, and folders with their content; links themselves, but not their targets.
 
         Args:
             path: A path, a pattern, or a list of these.
             recursive: Whether folders are removed, too.
-            maxdepth: How many levels of folders are emptied; None for all.
+            maxdepth: Must be None.
 
         Raises:
-            FileNotFoundError: There is nothing of that name.
+            FileNotFoundError: There is no file or folder of that name.
             IsADirectoryError: It is a folder, and `recursive` is not set.
             OutputError: It lies behind a partition folder that is a link.
         """
-        if maxdepth is not None and maxdepth < 1:
-            raise ValueError("maxdepth must be at least 1")
-        # Where a pattern names a folder and what is in it, the folder is removed last.
+        if maxdepth is not None:
+            raise NotImplementedError("maxdepth is not supported")
+        # If a pattern names a folder and its content, the folder is removed last.
         for name in sorted(self._existing(path), reverse=True):
             location = self._location(name, follows_link=False)
             _refuse_linked_partitions(location)
@@ -416,15 +581,17 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             elif kind == pafs.FileType.Directory:
                 if not recursive:
                     raise IsADirectoryError(errno.EISDIR, "this is a folder: set recursive=True", name)
-                self._remove_folder(name, maxdepth)
+                if location.path == "/" and location.is_local:
+                    raise PermissionError("the root of the file system is not removed")
+                location.filesystem.delete_dir(location.path)  # It does not follow links.
             elif kind != pafs.FileType.NotFound:  # Key material goes with its file.
                 self.rm_file(name)
 
     def rm_contents(self, path: str, *, missing_ok: bool = False) -> None:
-        """Remove what is in a folder, and not the folder; links as `rm`.
+        """Remove the content of a folder, but not the folder; links as `rm`.
 
         Raises:
-            OutputError: It is a link: what it leads to would be removed.
+            OutputError: The folder is a link: the content of its target would be removed.
         """
         _refuse_link(self._location(path, follows_link=False))
         try:
@@ -440,7 +607,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if self._made.is_promised(location.path):
             return True
         try:
-            # Also a file that may not be opened where it lies.
+            # A file that may not be opened exists, too.
             return _is_link(location) or bool(location.info().type != pafs.FileType.NotFound)
         except OSError as error:
             # A link to itself, in a file system of fsspec that does not show links.
@@ -449,9 +616,9 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             raise
 
     def _existing(self, path: Any) -> set[str]:
-        """Return the names of files and folders that are there; one that is there is no pattern.
+        """Return the names of existing files and folders; an existing name is not taken for a pattern.
 
-        A pattern names links, and not what is behind a link that it matches.
+        A pattern matches links, but nothing behind a link that it matches.
         """
         names: set[str] = set()
         for one in [path] if isinstance(path, (str, os.PathLike)) else path:
@@ -465,7 +632,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return names
 
     def _matching(self, pattern: str) -> Iterator[str]:
-        """Yield the names that a pattern has."""
+        """Yield the names that a pattern matches."""
         parts = pattern.split("/")
         fixed = next(number for number, part in enumerate(parts) if has_magic(part))
         for name in self.expand_path(pattern):
@@ -475,45 +642,28 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 yield name
 
     def _names_in(self, path: str) -> list[str]:
-        """Return the names of all that is in a folder, also of links that lead nowhere."""
+        """Return the names in a folder, including broken links."""
         start = self._name(path).rstrip("/")
         if self._made.is_promised(self._location(path).path):
             return []
         return [f"{start}/{name}" if start else name for name, _, _ in names_in(self._location(path))]
 
-    def _remove_folder(self, name: str, depth: int | None) -> None:
-        location = self._location(name)
-        if depth is None:
-            if location.path == "/" and location.is_local:
-                raise PermissionError("the root of the file system is not removed")
-            location.filesystem.delete_dir(location.path)  # It does not follow links.
-            return
-        for below in self._names_in(name):
-            inner = self._location(below, follows_link=False)
-            if _is_link(inner) or not inner.is_folder():
-                self.rm_file(below)
-            elif depth > 1:
-                self._remove_folder(below, depth - 1)
-            else:
-                self.rmdir(below)
-        self.rmdir(name)
-
-    # --- Copies and moves: what arrives is encrypted, as what is written is ---------------------------------
+    # --- Copies and moves: new files are encrypted, as written files are ------------------------------------
 
     def cp_file(self, path1: str, path2: str, **options: Any) -> None:
-        """Copy a file: the copy is encrypted with keys of its own, as its table says. For a folder, make one.
+        """Copy a file, encrypted with new keys as its table says. Of a folder, make an empty one.
 
         Raises:
             NotEncryptedError: The file is not encrypted.
-            ColumnAccessDeniedError: A column of it cannot be read, and the copy would lack it.
-            OutputError: It would be copied onto itself, or cannot be written there.
-            KeytoolsError: Another subclass says what is wrong with the file or its keys, or with the new place.
+            ColumnAccessDeniedError: A column cannot be read, and the copy would lack it.
+            OutputError: The target is the source, or cannot be written.
+            KeytoolsError: Another subclass says what is wrong with the file, its keys, or the target.
         """
         source = self._location(path1)
         found = self._found(source)
         if found.type == pafs.FileType.Directory:
             self.makedirs(path2, exist_ok=True)
-        elif parquet_file_of(source) is None:  # The copy of its Parquet file gets its own.
+        elif parquet_file_of(source) is None:  # Copies of Parquet files get their own key material.
             with self._in_new_folders(path2):
                 target = self._location(path2)
                 if found.size:
@@ -526,7 +676,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def put_file(
         self, lpath: Any, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **options: Any
     ) -> None:
-        """Write a local file, which must be plain Parquet, as `open` does. For a folder, make one."""
+        """Write a local plain Parquet file, as `open` does. For a folder, make an empty one."""
         if mode != "overwrite":  # Old versions of fsspec do not take it.
             options["mode"] = mode
         with contextlib.nullcontext() if Path(lpath).is_dir() else self._in_new_folders(rpath):
@@ -534,9 +684,9 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _in_new_folders(self, path: str) -> Iterator[None]:
-        """Make the folders of a file; those that are new do not stay if the file cannot be written."""
+        """Make the folders of a file; remove new ones if the file cannot be written."""
         location = self._location(path)
-        refuse_partition_folders(self._keys, self._table_to_write(), location.path)
+        _refuse_partition_folders(self._keys, self._table_to_write(), location.path)
         self._made.create(str(PurePosixPath(location.path).parent), recursive=True)
         try:
             yield
@@ -547,14 +697,14 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def mv(
         self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **options: Any
     ) -> None:
-        """Move a file or a folder; into `path2`, if that is a folder. A link is moved, not what it leads to.
+        """Move a file or a folder; into `path2`, if that is a folder. A link is moved, but not its target.
 
-        A file keeps its bytes and keys. One that is bound to its name, by an AAD prefix or by key material beside
-        it, is copied as `cp_file` does, and removed then.
+        A file keeps its bytes and keys. A file that is bound to its name, by an AAD prefix or by key material
+        beside it, is copied as by `cp_file`, and then removed.
 
         Raises:
-            NotEncryptedError: The file, or one in the folder, is not encrypted. Nothing is moved then.
-            KeytoolsError: Another subclass says what is wrong with a file or its keys, or with the new place.
+            NotEncryptedError: A file is not encrypted. Nothing is moved.
+            KeytoolsError: Another subclass says what is wrong with a file, its keys, or the target.
         """
         source, target = self._location(path1, follows_link=False), self._location(path2)
         if target.is_folder() and not source.is_same_file(target):
@@ -563,11 +713,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if source.is_same_file(target):
             raise OutputError(f"{source} and {target} are the same file.", hint="Name another place.")
         is_folder = not _is_link(source) and self._found(source).type == pafs.FileType.Directory
-        refuse_partition_folders(self._keys, self._table_to_write(), target.path)
+        _refuse_partition_folders(self._keys, self._table_to_write(), target.path)
         for file in all_files(source) if is_folder else [source]:
             inner = file.path_within(source)
             if inner:
-                refuse_partition_folders(self._keys, self._table_to_write(), target.below(inner).path)
+                _refuse_partition_folders(self._keys, self._table_to_write(), target.below(inner).path)
             if not self._is_protected(file) or (not is_folder and self._is_bound(source, target)):
                 if is_folder or parquet_file_of(source) is not None:
                     raise OutputError(
@@ -584,9 +734,9 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 remove_key_materials(target, None)
 
     def _is_protected(self, file: FileLocation) -> bool:
-        """Return whether a file may come to another place as it is stored; errors as `PlainFiles.open`."""
+        """Return whether a file may be moved as it is; errors as `PlainFiles.open`."""
         if _is_link(file) and not file.is_file():
-            return True  # No data comes with it.
+            return True  # A broken link holds no data.
         if parquet_file := parquet_file_of(file):
             read_key_materials(parquet_file)
             return True
@@ -595,7 +745,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return self._files.open(file).is_encrypted
 
     def _is_bound(self, source: FileLocation, target: FileLocation) -> bool:
-        """Return whether a file could not be read under another name."""
+        """Return whether a file cannot be read at its new place."""
         prefixes = [table.aad_prefix or "" for table in self._keys.configuration.tables.values()]
         is_renamed = source.name != target.name and any("{file_name}" in prefix for prefix in prefixes)
         return is_renamed or key_material_location(source).is_file()
@@ -606,7 +756,7 @@ def _is_link(location: FileLocation) -> bool:
 
 
 def _refuse_link(location: FileLocation) -> None:
-    """Refuse to remove what is behind a link: anyone who may write to a data set can put one there."""
+    """Refuse to remove files behind a link: anyone who may write to a data set can put one there."""
     if _is_link(location):
         raise OutputError(
             f"{location} is a link, and what is behind it would be deleted.",
@@ -615,10 +765,9 @@ def _refuse_link(location: FileLocation) -> None:
 
 
 def _refuse_linked_partitions(location: FileLocation) -> None:
-    """Refuse to remove what is behind a partition folder that is a link.
+    """Refuse to remove files behind a partition folder that is a link.
 
-    Engines that overwrite a partition remove each file in its folder. That the folder is a link does not show in
-    the calls that they make.
+    Engines that overwrite a partition remove each file by its path, which does not show that the folder is a link.
     """
     if location.is_local:
         for folder in PurePosixPath(location.path).parents:
@@ -627,7 +776,7 @@ def _refuse_linked_partitions(location: FileLocation) -> None:
 
 
 def _leads_back(folder: FileLocation, name: str) -> bool:
-    """Return whether an entry of a folder is a link to a folder that was passed on the way to it."""
+    """Return whether an entry of a folder is a link to a folder above it."""
     path = Path(folder.path, name)
     if not (folder.is_local and path.is_symlink()):
         return False
@@ -650,16 +799,16 @@ def _raise_unless_missing(error: OSError) -> None:
 
 
 class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
-    """The handler of pyarrow, with the root of a view, and links as in Arrow's local file system."""
+    """pyarrow's handler, with the root of a view, and with links as in Arrow's local file system."""
 
     fs: KeytoolsFileSystem
 
     def normalize_path(self, path: str) -> str:
-        """Return a path as `ls` names it: pyarrow would find no files in a view whose root is "/" or "."."""
+        """Return a path as `ls` names it: otherwise pyarrow finds no files in a view whose root is "/" or "."."""
         return "/".join(PurePosixPath(path.strip("/")).parts) if isinstance(self.fs, PlainView) else path
 
     def open_input_file(self, path: str) -> pa.PythonFile:
-        """Open a file for Arrow, which gets our error if it reads a refused column along with others."""
+        """Open a file; a read that includes a refused column is an error."""
         if not self.fs.isfile(path):
             raise FileNotFoundError(path)
         return pa.PythonFile(self.fs.open(path, mode="rb", whole_row_groups=False), mode="r")
@@ -667,24 +816,24 @@ class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
     open_input_stream = open_input_file
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        """Remove what is in a folder, links that lead nowhere or out of a view included."""
+        """Remove the content of a folder, including links that are broken or lead out of a view."""
         self.fs.rm_contents(path, missing_ok=missing_dir_ok)
 
     def delete_root_dir_contents(self) -> None:
-        """Remove what is in a view; what is in a whole file system is not removed."""
+        """Remove the content of a view, but not of a whole file system."""
         if not isinstance(self.fs, PlainView):
             raise PermissionError("the contents of the root of the file system are not removed")
         self.delete_dir_contents("")
 
 
 class _StoreFileSystem(KeytoolsFileSystem):
-    """One whose paths begin with a bucket, or another name, and with no slash."""
+    """A file system whose paths begin with a bucket or another name, not with a slash."""
 
     root_marker = ""
 
 
 def class_over(filesystem: Any) -> type[KeytoolsFileSystem]:
-    """Return the class for a file system, by how paths begin there."""
+    """Return the class for a file system, by how its paths begin."""
     below = arrow_filesystem(filesystem)
     fsspec = fsspec_of(below)
     has_slash = isinstance(below, pafs.LocalFileSystem) if fsspec is None else fsspec.root_marker == "/"
@@ -692,7 +841,7 @@ def class_over(filesystem: Any) -> type[KeytoolsFileSystem]:
 
 
 class PlainView(KeytoolsFileSystem):
-    """One whose paths begin at a folder, or at a file, whose path is empty."""
+    """A file system whose paths begin at a folder, or at a file, whose path is empty."""
 
     root_marker = ""
 
@@ -703,7 +852,7 @@ class PlainView(KeytoolsFileSystem):
 
 
 _tokens: weakref.WeakKeyDictionary[_MakesFileSystems, str] = weakref.WeakKeyDictionary()
-"""What names a `Keytools` in all processes that it was pickled to."""
+"""Identifies a `Keytools` in all processes to which it was pickled."""
 _tokens_lock = ForkSafeLock()
 
 _MOST_RESTORED = 16
@@ -724,7 +873,7 @@ def _restored(
     root: FileLocation | None,
     aad_prefix: str | bytes | None,
 ) -> KeytoolsFileSystem:
-    """Return what was pickled: one for all tasks of a worker process, so that these share KEKs and connections."""
+    """Return one file system for all tasks of a worker process, which share KEKs and connections."""
     with _tokens_lock:
         _tokens[keytools] = token
     with _restored_lock:

@@ -1,7 +1,7 @@
-"""One encrypted file as plain Parquet: the same bytes at the same offsets, decrypted as they are read.
+"""Encrypted files as plain Parquet: the same bytes at the same offsets, decrypted as they are read.
 
-Pages keep their places (`chunk_view`), so that opening a file costs its footer, whatever its length. Indexes and
-Bloom filters keep where they begin. What no column that is shown has is zeros.
+Pages keep their places (`chunk_view`), so that opening a file costs only its footer, whatever the file's length.
+Indexes and Bloom filters keep their offsets. All bytes outside of the shown columns are zeros.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ import io
 import itertools
 import logging
 import struct
+import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pyarrow import fs as pafs
 
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher, ModuleCipher
-from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.errors import KEY_REFUSALS, FolderNameError, KeytoolsError, KmsError, ParquetFormatError
 from parquet_keytools.files.denied_columns import NEEDS_KEY
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import (
@@ -28,15 +33,17 @@ from parquet_keytools.files.opened_file import (
     naming_place,
     read_again_if_changed,
 )
-from parquet_keytools.format.byte_ranges import ByteSource, check_range
+from parquet_keytools.files.table_check import names_in_folders
+from parquet_keytools.format.byte_ranges import ByteSource, RangedFile, check_range
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH, Region, RegionKind, arranged, regions_of
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData
+from parquet_keytools.runtime.endings import in_use, share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.view.chunk_view import ChunkView, HeldSource, PageCache
-from parquet_keytools.view.digest_chunk import StandIn, StandIns
-from parquet_keytools.view.digest_kinds import digest_kind, leaf_chains
+from parquet_keytools.view.digests import StandIn, StandIns, digest_kind, leaf_chains
 from parquet_keytools.view.plain_footer import PlainTail, plain_tail
 
 _log = logging.getLogger(__name__)
@@ -44,8 +51,8 @@ _log = logging.getLogger(__name__)
 _numbers = itertools.count()
 
 _LOCAL_PIECE = 4 * 1024 * 1024
-"""How much of a local file is read at once: the allocator takes memory of that size again. Other storage is asked
-as seldom as can be."""
+"""How much of a local file is read at once: the allocator reuses memory of that size. Other storage gets as few
+requests as possible."""
 
 _INDEXES = {RegionKind.COLUMN_INDEX: ModuleType.COLUMN_INDEX, RegionKind.OFFSET_INDEX: ModuleType.OFFSET_INDEX}
 
@@ -59,15 +66,15 @@ def open_plain_file(
     cache: PageCache,
     identities: FileIdentities | None = None,
 ) -> PlainFile:
-    """Open an encrypted file that is what its table says, to be read as plaintext.
+    """Open an encrypted file that matches its table, to be read as plaintext.
 
-    What cannot be read is as the configuration says under `denied_columns`. A column that cannot be read for any
-    other reason than that the KMS refuses its key is an error, unless reading it is one anyway. With
-    `identities` it is compared with other files of its folder, else with all that were opened before.
+    Columns whose keys the KMS refuses appear as `denied_columns` in the configuration says. With `hide` and
+    `null`, a column that cannot be read for another reason is an error. With `identities`, the file is compared
+    with other files of its folder, else with all files that were opened before.
 
     Raises:
-        NotEncryptedError: It is not encrypted.
-        ColumnAccessDeniedError: A column cannot be read, and the KMS did not refuse its key.
+        NotEncryptedError: The file is not encrypted.
+        ColumnAccessDeniedError: A column cannot be read, and not because the KMS refuses its key.
         KeytoolsError: Another subclass says what is wrong with the file or its keys.
     """
     denied_columns = keys.configuration.reading.denied_columns
@@ -80,7 +87,7 @@ def open_plain_file(
             source = stack.enter_context(open_source(location))
             with naming_place(location, opened.footer.columns):
                 file = PlainFile(opened, as_verified(opened, source), denied_columns, cache)
-            # Readers come and go: the file is closed when nobody has it any more.
+            # Several readers may share the view: the file is closed with the last of them.
             weakref.finalize(file, stack.pop_all().close)
             return file
 
@@ -88,12 +95,11 @@ def open_plain_file(
 
 
 class PlainFile:
-    """An encrypted file, as a source of plaintext Parquet; for any number of threads.
+    """An encrypted file as a source of plaintext Parquet; for any number of threads.
 
     Attributes:
-        path: Its name, for error texts.
-        size_bytes: Length of the view: that of the file, unless it has digests, or more has to be said of refused
-            columns than fits.
+        path: Name of the file, for error texts.
+        size_bytes: Length of the view. It is the length of the file, unless the view has digests or a long footer.
     """
 
     def __init__(
@@ -105,19 +111,19 @@ class PlainFile:
         *,
         gap: int = 0,
     ) -> None:
-        """Make one; of the file itself nothing is read yet.
+        """Lay out the view from the footer; the file itself is not read yet.
 
-        The file was opened with all columns. A `gap` of so many zeros lies before the footer: a reader that takes
-        the end of a small file, for its footer, then gets no pages, which would be decrypted for nothing.
+        A `gap` of zeros lies before the footer: a reader that takes the end of a small file, for its footer, then
+        gets no pages, which would be decrypted for nothing.
 
         Raises:
-            ParquetFormatError: The footer does not say where the columns are.
+            ParquetFormatError: The footer has invalid places of columns.
         """
         self.path = str(opened.location)
         self._opened = opened
         self._source = source
         self._first: PlainFile | None = None
-        """Keeps pages in the cache as long as a view that `over` returned lives."""
+        """Keeps pages in the cache as long as a view that `over` returned."""
         self._cache = cache
         self._number = next(_numbers)
         self._lock = ForkSafeLock()
@@ -137,7 +143,7 @@ class PlainFile:
             self._lay_out(denied_columns, gap)
 
     def over(self, source: ByteSource) -> PlainFile:
-        """Return the view of the same file, which was opened again: nothing is laid out again."""
+        """Return the same view over the same file, opened again."""
         again = copy.copy(self)
         again._source, again._first = source, self
         return again
@@ -169,7 +175,7 @@ class PlainFile:
                 found = regions_of(
                     footer.chunks[row_group_ordinal][column.ordinal], metadata, row_group_ordinal, column.ordinal
                 )
-                # Of digests: statistics and filters are of values.
+                # Statistics and Bloom filters would show values.
                 regions += found[:1] if column.path in digests else found
         try:
             arranged_regions = arranged(regions, footer.envelope.footer_offset, footer.metadata.created_by)
@@ -202,7 +208,7 @@ class PlainFile:
     def _arranged_stand_ins(
         self, regions: list[Region], all_metadata: list[list[ColumnMetaData | None]]
     ) -> list[StandIn]:
-        """Return the digests of chunks, one behind the other where the footer of the file begins."""
+        """Return the digests of chunks, one behind the other from where the footer of the file begins."""
         found: list[StandIn] = []
         if not regions:
             return found
@@ -215,7 +221,7 @@ class PlainFile:
             chain = chains[region.column_ordinal]
             num_rows = footer.row_groups[region.row_group_ordinal].num_rows
             if metadata.num_values < 0 or num_rows < 0:
-                raise ParquetFormatError("a chunk has fewer values than none.", path=self.path)
+                raise ParquetFormatError("a chunk has a negative number of values.", path=self.path)
             created_by = footer.metadata.created_by
             kind = digest_kind(chain[-1])
             found.append(StandIn(chain, kind, metadata, region, num_rows, created_by, offset))
@@ -230,23 +236,23 @@ class PlainFile:
         Args:
             offset: From the start of the file.
             length: How many bytes.
-            whole_row_groups: Whether a read of all that is shown of a row group may have refused columns in it:
-                DuckDB reads so where it needs nearly all. What is read in place of them is no valid page.
+            whole_row_groups: Whether a read of a whole row group may include refused columns, as DuckDB reads if
+                it needs most columns. Their bytes are not valid pages.
 
         Raises:
-            ParquetFormatError: They are not in the file, or a page is not what its header says.
-            DecryptionError: A page does not authenticate: nothing of it is returned.
-            ColumnAccessDeniedError: They are of a column whose key is refused.
+            ParquetFormatError: The range is not in the file, or a page does not match its header.
+            DecryptionError: A page does not authenticate.
+            ColumnAccessDeniedError: The range is in a column whose key is refused.
             OSError: The file cannot be read.
         """
-        # Bytes that are written in their place, once: to copy them would cost as much as to decrypt them.
+        # Pages are decrypted into this buffer: a copy would cost as much as decryption.
         buffer = _Buffer(bytes(length))
         with buffer.getbuffer() as out:
             self.read_into(offset, out, whole_row_groups=whole_row_groups)
         return buffer.getvalue()
 
     def read_into(self, offset: int, out: memoryview, *, whole_row_groups: bool = False) -> None:
-        """Fill `out` from `offset` of the file on; see `read_at`."""
+        """Fill `out` from `offset` of the file; see `read_at`."""
         check_range(self, offset, len(out))
         end = offset + len(out)
         tail = self._tail
@@ -281,7 +287,6 @@ class PlainFile:
             out[start - offset :] = tail.data[start - tail.offset : end - tail.offset]
 
     def _has_row_group(self, offset: int, end: int) -> bool:
-        """Tell whether a range has all chunks of a row group."""
         return any(offset <= start and stop <= end for start, stop in self._row_groups.values())
 
     def _read_body(self, offset: int, out: memoryview) -> None:
@@ -342,7 +347,7 @@ class PlainFile:
         )
 
     def _pages_of(self, region: Region) -> memoryview:
-        """Return the pages of a chunk that is shown as digests only, in plaintext."""
+        """Return the plaintext pages of a chunk that is shown as digests."""
         length = _end_of(region) - region.offset
         if self._ciphers[region.column_ordinal] is None:
             return memoryview(self._source.read_at(region.offset, length))
@@ -383,11 +388,10 @@ class PlainFile:
 
 class _Buffer(io.BytesIO):
     def __del__(self) -> None:
-        """Close nothing: if parts of a view outlive a failed read, Python 3.13 says on stderr that it cannot."""
+        """Close nothing: Python 3.13 would complain on stderr if parts of a view outlive a failed read."""
 
 
 def _blank(out: memoryview) -> None:
-    """Write zeros: what no column that is shown has."""
     out[:] = bytes(len(out))
 
 
@@ -396,12 +400,232 @@ def _end_of(region: Region) -> int:
 
 
 def _bloom_filter(reader: ChunkCipher, stored: memoryview) -> bytes:
-    """Return a Bloom filter in plaintext: its header, and right behind it the bitset."""
+    """Return a Bloom filter in plaintext: the header, and the bitset directly behind it."""
     place = reader.place(ModuleType.BLOOM_FILTER_HEADER)
     if len(stored) < LENGTH_LENGTH:
-        raise place.error(f"{len(stored)} bytes are too few for a module.")
+        raise place.error(f"{len(stored)} bytes are too short for a module.")
     (length,) = struct.unpack_from("<I", stored)
     header = reader.decrypt(stored[: LENGTH_LENGTH + length], ModuleType.BLOOM_FILTER_HEADER)
     num_bytes = BloomFilterHeader.read(header)[0].num_bytes
     bitset = stored[LENGTH_LENGTH + length :][: max(num_bytes, 0) + GCM_FRAMING]
     return header + reader.decrypt(bitset, ModuleType.BLOOM_FILTER_BITSET)
+
+
+# --- Files as Python files, and views that are kept --------------------------------------------------------------
+
+_MOST_KEPT = 128
+"""How many views are kept; each has a file open, and a footer in memory."""
+
+_MOST_FOLDERS = 1_000
+"""How many folders are remembered, where each folder is a data set of its own."""
+
+_MOST_LISTED = 100_000
+"""How many files of listings are remembered."""
+
+_LISTED_TOGETHER = 100
+"""How many files of a listing are opened together."""
+
+_CLOCK_STEP_SECONDS = 2
+"""Object stores have times in seconds: a younger object may be replaced by an object with the same time."""
+
+_Version = tuple[object, ...]
+_Misplacement = tuple[str, str]
+"""A folder, and the protected column to which it gives values."""
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class PlainInput(RangedFile):
+    """The view of one file as a Python file."""
+
+    mode = "rb"
+    blocksize = 4 * 1024 * 1024
+    """With `cache`, what fsspec's `blockcache` asks for. Its cache is not used and stays empty."""
+    cache: Any = None
+
+    def __init__(
+        self, file: PlainFile, reopen: Callable[[], Any] | None = None, *, whole_row_groups: bool = False
+    ) -> None:
+        """Read a view; `reopen` opens it in another process. For `whole_row_groups` see `PlainFile.read_at`."""
+        super().__init__()
+        self.name = self.path = file.path
+        self.size = self.size_bytes = file.size_bytes
+        self._file = file
+        self._reopen = reopen
+        self._whole_row_groups = whole_row_groups
+        share_with_arrow(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed; `blockcache` sets that, too, after it has closed it."""
+        return super().closed
+
+    @closed.setter
+    def closed(self, value: bool) -> None:
+        if value:
+            self.close()
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        """Return a range, as fsspec's caches ask for it."""
+        return self.read_at(start, end - start)
+
+    @in_use()
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Return a range of the view."""
+        return self._file.read_at(offset, length, whole_row_groups=self._whole_row_groups) if length else b""
+
+    def __reduce__(self) -> Any:
+        if self._reopen is None:
+            raise TypeError("this file cannot be pickled")
+        return self._reopen, ()
+
+
+class PlainFiles:
+    """Opens views of the files of a table; for any number of threads.
+
+    An engine opens a file several times for one query. It gets the same view, unless the file was replaced, or its
+    keys expired. Of two files of a data set that share data keys, the second is refused.
+    """
+
+    def __init__(
+        self,
+        keys: KeyService,
+        table_name: str | None,
+        aad_prefix: str | bytes | None = None,
+        *,
+        is_one_folder: bool = True,
+    ) -> None:
+        """Take keys; unless `is_one_folder`, each folder is a data set of its own."""
+        self._keys = keys
+        self._table_name = table_name
+        self._aad_prefix = aad_prefix
+        self._is_one_folder = is_one_folder
+        self._identities: OrderedDict[str, FileIdentities] = OrderedDict()
+        self._cache = PageCache()
+        self._kept: OrderedDict[str, tuple[PlainFile, _Version, float]] = OrderedDict()
+        """Path -> view, version of its file, and when it was opened."""
+        self._misplaced: OrderedDict[tuple[str, int | None, int | None], _Misplacement | None] = OrderedDict()
+        """Path, length and time of a file -> whether its folders give values to a protected column."""
+        self._sizes: OrderedDict[str, tuple[int, _Version, float]] = OrderedDict()
+        """Path -> length of the view, version of its file, and when it was opened."""
+        self._lock = ForkSafeLock()
+
+    @in_use()
+    def open(self, location: FileLocation) -> PlainFile:
+        """Return the view of a file; errors as `open_plain_file`, or `ReusedKeysError`."""
+        version = _version(location)
+        with self._lock:
+            file, known, opened_at = self._kept.get(location.path, (None, None, 0.0))
+            if file is not None and version is not None and known == version and self._is_fresh(opened_at):
+                self._kept.move_to_end(location.path)
+                return file
+        opened_at = time.monotonic()
+        file = open_plain_file(
+            self._keys,
+            location,
+            self._table_name,
+            self._aad_prefix,
+            cache=self._cache,
+            identities=self._identities_beside(location),
+        )
+        # Keep nothing if the file was replaced meanwhile.
+        if version is not None and version == _version(location):
+            self._keep(self._kept, location.path, (file, version, opened_at), _MOST_KEPT)
+        return file
+
+    def size_bytes(self, location: FileLocation, info: pafs.FileInfo) -> int:
+        """Return the length of the view of a listed file; errors as `open`."""
+        version = _version(location, info)
+        with self._lock:
+            size, known, opened_at = self._sizes.get(location.path, (0, None, 0.0))
+            if version is not None and known == version and self._is_fresh(opened_at):
+                return size
+        opened_at = time.monotonic()
+        size = self.open(location).size_bytes
+        if version is not None:
+            self._keep(self._sizes, location.path, (size, version, opened_at), _MOST_LISTED)
+        return size
+
+    def _is_fresh(self, opened_at: float) -> bool:
+        return time.monotonic() - opened_at < self._keys.configuration.reading.cache_lifetime_seconds
+
+    def _keep(self, kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+        with self._lock:
+            kept[key] = value
+            kept.move_to_end(key)
+            if len(kept) > most:
+                kept.popitem(last=False)
+
+    def misplaced(
+        self, filesystem: pafs.FileSystem, infos: Sequence[pafs.FileInfo]
+    ) -> list[FolderNameError | None]:
+        """Return the error for each file of a folder whose folders give values to its protected columns.
+
+        Files in folders without `name=value` are not opened. Of the others, the footers are read, many together;
+        the answer is remembered for each length and time of a file. The view of a single file is kept for the
+        reader that opens it next.
+
+        Raises:
+            KmsError: The KMS is unavailable.
+        """
+        keys = [(info.path, info.size, info.mtime_ns) for info in infos]
+        if not infos or not names_in_folders(infos[0].path):
+            return [None] * len(infos)
+        with self._lock:
+            found = {key: self._misplaced[key] for key in keys if key in self._misplaced}
+        new = [key for key in keys if key not in found]
+        for start in range(0, len(new), _LISTED_TOGETHER):
+            some = new[start : start + _LISTED_TOGETHER]
+            for key, answer in zip(some, self._look(filesystem, [path for path, _, _ in some]), strict=True):
+                found[key] = answer
+                self._keep(self._misplaced, key, answer, _MOST_LISTED)
+        answers = [found[key] for key in keys]
+        return [
+            None if answer is None else FolderNameError(str(FileLocation(filesystem, info.path)), *answer)
+            for info, answer in zip(infos, answers, strict=True)
+        ]
+
+    def _look(self, filesystem: pafs.FileSystem, paths: Sequence[str]) -> list[_Misplacement | None]:
+        locations = [FileLocation(filesystem, path) for path in paths]
+        try:
+            if len(locations) == 1:
+                self.open(locations[0])
+            else:
+                self._keys.open_files(
+                    locations,
+                    self._table_name,
+                    self._aad_prefix,
+                    wanted=lambda _: (),
+                    identities=self._identities_beside(locations[0]),
+                )
+        except (KeytoolsError, OSError) as error:
+            if len(locations) > 1:
+                return [self._look(filesystem, [path])[0] for path in paths]
+            if isinstance(error, FolderNameError):
+                return [(error.folder, error.column or "")]
+            # Other errors are for the reader who opens the file.
+            if isinstance(error, KmsError) and not isinstance(error, KEY_REFUSALS):
+                raise
+        return [None] * len(locations)
+
+    def _identities_beside(self, location: FileLocation) -> FileIdentities:
+        """Return the identities of the files that must not share keys with a file."""
+        folder = "" if self._is_one_folder else location.path.rpartition("/")[0]
+        with self._lock:
+            found = self._identities.setdefault(folder, FileIdentities(refuses=True))
+            self._identities.move_to_end(folder)
+            if len(self._identities) > _MOST_FOLDERS:
+                self._identities.popitem(last=False)
+            return found
+
+
+def _version(location: FileLocation, info: pafs.FileInfo | None = None) -> _Version | None:
+    """Return what changes when a file is replaced; None if that is unknown."""
+    if location.is_local:
+        return state_of_local(location.path)  # A file that is open keeps its inode.
+    info = info or location.info()
+    if info.type != pafs.FileType.File:
+        raise FileNotFoundError(str(location))
+    if info.mtime_ns is None or time.time() - info.mtime_ns / 1e9 < _CLOCK_STEP_SECONDS:
+        return None
+    return info.size, info.mtime_ns

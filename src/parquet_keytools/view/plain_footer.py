@@ -1,4 +1,4 @@
-"""The end of an encrypted file as plaintext Parquet: its footer, and what stands for columns with refused keys."""
+"""The end of a view: its footer, and the pages that take the place of columns with refused keys."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from parquet_keytools.format.partial_footers import (
 )
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift import WireType
-from parquet_keytools.view.digest_chunk import StandIn
-from parquet_keytools.view.digest_kinds import (
+from parquet_keytools.view.digests import (
     REPETITION_FIELD_ID,
+    StandIn,
     digest_arrow_schema,
     digest_kind,
     digest_schema,
@@ -35,20 +35,20 @@ from parquet_keytools.view.digest_kinds import (
 _REQUIRED, _OPTIONAL = 0, 1
 
 _REFUSED_PAGE = b"\xff" * 8
-"""Stands where a refused column seems to lie: no header of a page begins so."""
+"""Lies at the place of a refused column: no page header begins with these bytes."""
 
 Chunks = Sequence[Sequence[ColumnMetaData | None]]
-"""`[row group ordinal][column ordinal]`: full metadata; None where a column cannot be read."""
+"""`[row group ordinal][column ordinal]`: full metadata; None if the column cannot be read."""
 
 
 @dataclass(frozen=True)
 class PlainTail:
-    """What follows the pages and indexes.
+    """The end of a view, behind pages and indexes.
 
     Attributes:
-        offset: Where it begins: columns seem to lie there that are shown and cannot be read.
-        data: From there to the end.
-        refused_paths: Paths of these columns, in the order in which they seem to lie there.
+        offset: Where it begins, with a place for each column that is shown and cannot be read.
+        data: The bytes from there to the end.
+        refused_paths: Paths of these columns, in the order of their places.
         footer_offset: Where the footer begins.
     """
 
@@ -58,10 +58,9 @@ class PlainTail:
     footer_offset: int
 
     def refused_in(self, offset: int, end: int) -> tuple[tuple[str, ...], ...]:
-        """Return the paths of refused columns that a range asks for: it begins or ends where one of them does.
+        """Return the paths of refused columns that a reader asks for: the range begins or ends at their places.
 
-        Readers take the last bytes of a file at once, to have its footer, and read blocks of round lengths: they
-        do not mean all that lies there. Who does gets what is no valid page.
+        Other reads, such as blocks of round lengths and the last bytes of a file, only pass over these places.
         """
         stop = self.offset + len(self.refused_paths) * len(_REFUSED_PAGE)
         if offset >= stop or end <= self.offset or end > self.footer_offset:
@@ -82,14 +81,13 @@ def plain_tail(
     offset: int,
     stand_ins: Mapping[tuple[int, int], StandIn],
 ) -> PlainTail:
-    """Return the end of the view of an encrypted file.
+    """Return the end of the view of an encrypted file, from `offset`.
 
-    Without digests the view is as long as the file: its footer is shorter, and the difference is filled with zeros
-    before it.
+    Without digests, the view is as long as the file: its footer is shorter, and zeros fill the difference.
 
-    Of `denied_columns` that cannot be read, `hide` leaves out the top-level columns that they are of, `null` makes
-    these null, and with any other value they are shown and reading them fails. The end begins at the footer of the
-    file, or behind the digests, which stand in by row group ordinal and column ordinal.
+    Of columns that cannot be read, `denied_columns` `hide` leaves out the whole top-level columns, and `null`
+    makes them null. With other values they are shown, and reading them fails. The keys of `stand_ins` are row
+    group ordinal and column ordinal.
     """
     footer = opened.footer
     builder = _TailBuilder(opened, denied_columns, offset, stand_ins)
@@ -105,7 +103,7 @@ def plain_tail(
     data = metadata.serialise()
     trailer = with_trailer(data, MAGIC)
     generated = bytes(builder.generated)
-    # Readers take the last bytes of a file to have its footer, and shall not have digests made.
+    # Readers take the last bytes of a file, for its footer: no digests should be made for that.
     least = TAIL_LENGTH if stand_ins else 0
     filling = bytes(max(opened.tail.size_bytes - offset - len(generated) - len(trailer), least))
     return PlainTail(
@@ -117,12 +115,12 @@ def plain_tail(
 
 
 class _TailBuilder:
-    """Makes the row groups of the new footer, and the pages that are not in the file.
+    """Makes the row groups of the new footer, and pages that are not in the file.
 
     Attributes:
         selection: The footer with the columns that are shown.
-        generated: What begins the tail.
-        refused: Paths of columns that are shown and cannot be read, and where each seems to lie.
+        generated: The first bytes of the tail.
+        refused: Path of each column that is shown and cannot be read -> its place.
         nulls: Column ordinal -> highest definition and repetition level, of columns that are made null.
     """
 
@@ -180,7 +178,7 @@ class _TailBuilder:
 
     @functools.cached_property
     def _types(self) -> list[int]:
-        # A file without refused columns has no use for them, and its schema is copied as it is.
+        # Only needed for refused columns: otherwise the schema is not parsed.
         metadata = self.selection.metadata if self._is_digested else self._opened.footer.metadata
         return [element.type or 0 for element in metadata.schema[1:] if element.type is not None]
 
@@ -208,7 +206,7 @@ class _TailBuilder:
         new.total_byte_size = sum(metadata.total_uncompressed_size for metadata in described)
         if new.total_compressed_size is not None:
             new.total_compressed_size = sum(metadata.total_compressed_size for metadata in described)
-        # Where its first column lay, which may be one of those that are not shown.
+        # The first column may not be shown.
         new.file_offset = None
         shown, _ = shown_row_group(new, self._refused_positions)
         return shown
@@ -266,14 +264,14 @@ class _TailBuilder:
 
 def _shorter(length: int, modules: int) -> int:
     if length < modules * GCM_FRAMING:
-        raise ParquetFormatError(f"{length} bytes are too few for what is encrypted there.")
+        raise ParquetFormatError(f"{length} bytes are too short for an encrypted module.")
     return length - modules * GCM_FRAMING
 
 
 def _levels(
     schema: Sequence[SchemaElement], names: frozenset[str], paths: Sequence[tuple[str, ...]]
 ) -> dict[int, tuple[int, int]]:
-    """Return the highest definition and repetition levels of leaves of top-level columns that are made null."""
+    """Return the highest definition and repetition levels of the leaves of columns that are made null."""
     found = {}
     for ordinal, chain in enumerate(leaf_chains(schema)):
         if paths[ordinal][0] in names:

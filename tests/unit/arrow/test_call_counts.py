@@ -49,7 +49,6 @@ WRITERS: list[Any] = [
     pytest.param(with_properties, {}, id="encryption_properties"),
     pytest.param(with_write_table, {"aad_prefix": "{file_name}"}, id="module_encryptor"),
     pytest.param(with_write_table, {"key_material": "external"}, id="external"),
-    pytest.param(with_properties, {"key_material": "external"}, id="encryption_properties_external"),
 ]
 
 

@@ -70,7 +70,6 @@ POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     "prefix": ({"aad_prefix": "{table_name}/{file_name}"}, "module encryptor"),
     "prefix not stored": ({"aad_prefix": "{file_name}", "store_aad_prefix": False}, "module encryptor"),
     "external": ({"key_material": "external", "data_key_length_bits": 256}, "module encryptor"),
-    "external by pyarrow": ({"key_material": "external", "unlisted_columns": "plaintext"}, "pyarrow"),
     "single wrapping": ({"double_wrapping": False}, "module encryptor"),
     "footer only": ({"column_keys": None, "unlisted_columns": "plaintext"}, "module encryptor"),
 }

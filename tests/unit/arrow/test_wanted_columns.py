@@ -13,7 +13,7 @@ import pytest
 from faults import FaultyKms
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.read_options import columns_mentioned
+from parquet_keytools.arrow.reading import columns_mentioned
 from parquet_keytools.errors import ColumnAccessDeniedError
 from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileMetaData

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.callbacks import DelegatingHandler
+from parquet_keytools.arrow.file_systems import DelegatingHandler
 from parquet_keytools.errors import OutputError, ParquetFormatError
 from parquet_keytools.files.conversion import FilePlan, plan_files
 from parquet_keytools.storage.locations import FileLocation

@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools
-from parquet_keytools.arrow.callbacks import DelegatingHandler
+from parquet_keytools.arrow.file_systems import DelegatingHandler
 from parquet_keytools.errors import NoParquetFilesError, OutputError
 from parquet_keytools.storage import listing, walk
 from parquet_keytools.storage.locations import FileLocation

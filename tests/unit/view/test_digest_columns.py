@@ -46,11 +46,9 @@ from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.spark.session import session_settings
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.view import plain_files
-from parquet_keytools.view.digest_chunk import StandIn
-from parquet_keytools.view.digest_kinds import digest_kind
-from parquet_keytools.view.plain_file import PlainFile
-from parquet_keytools.view.plain_files import PlainInput
+from parquet_keytools.view import plain_file
+from parquet_keytools.view.digests import StandIn, digest_kind
+from parquet_keytools.view.plain_file import PlainFile, PlainInput
 
 SECRET = bytes(range(32))
 EPOCH = datetime.datetime(1970, 1, 1)
@@ -487,15 +485,15 @@ def test_a_view_says_how_long_a_file_is(people: ViewCase) -> None:
 
 def test_lengths_of_views_are_read_from_footers_once(people: ViewCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder has more files than views stay open."""
-    monkeypatch.setattr(plain_files, "_MOST_KEPT", 1)
+    monkeypatch.setattr(plain_file, "_MOST_KEPT", 1)
     opened: list[str] = []
-    open_plain_file = plain_files.open_plain_file
+    open_plain_file = plain_file.open_plain_file
 
     def watched(keys: KeyService, location: FileLocation, *arguments: Any, **named: Any) -> PlainFile:
         opened.append(location.name)
         return open_plain_file(keys, location, *arguments, **named)
 
-    monkeypatch.setattr(plain_files, "open_plain_file", watched)
+    monkeypatch.setattr(plain_file, "open_plain_file", watched)
     keytools = people.keytools(denied_columns="hash")
     data = people.folder / "data"
     data.mkdir()

@@ -151,15 +151,6 @@ def test_a_path_through_a_link_names_what_is_there(lake: Path, keytools: Keytool
         filesystem.arrow.delete_dir_contents("/", accept_root_dir=True)
 
 
-def test_levels_are_removed_without_links(lake: Path, keytools: Keytools) -> None:
-    filesystem = keytools.filesystem()
-    with pytest.raises(OSError, match="not empty"):
-        filesystem.rm(f"{lake}/job", recursive=True, maxdepth=1)
-    assert archived(lake) == ARCHIVED and names(lake / "job") == ["sub"]
-    filesystem.rm(f"{lake}/job", recursive=True, maxdepth=2)
-    assert archived(lake) == ARCHIVED and not (lake / "job").exists()
-
-
 @pytest.mark.parametrize("kind", ["filesystem", "view", "subtree"])
 def test_listings_end_where_links_lead_back(lake: Path, keytools: Keytools, kind: str) -> None:
     filesystem, start = FILE_SYSTEMS[kind](keytools, lake)

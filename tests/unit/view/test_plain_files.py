@@ -16,7 +16,7 @@ from view_case import ViewCase, parquet_bytes
 
 from parquet_keytools.errors import KmsAccessDeniedError, ReusedKeysError
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.view.plain_files import PlainFiles
+from parquet_keytools.view.plain_file import PlainFiles
 
 
 @pytest.fixture

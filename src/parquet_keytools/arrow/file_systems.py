@@ -1,0 +1,449 @@
+"""The file systems that pyarrow calls: it reads views through one, and writes data sets through the other."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs as pafs
+
+from parquet_keytools.errors import OutputError, ParquetFormatError
+from parquet_keytools.files.conversion import encrypt_pending
+from parquet_keytools.files.files_ahead import FilesAhead
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import OpenedFile, as_verified
+from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
+from parquet_keytools.files.replacement import NewKeyMaterial, put_all_in_place
+from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
+from parquet_keytools.runtime.endings import in_use, share_with_arrow
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.working_threads import in_threads
+from parquet_keytools.storage.local_files import FolderIdentity, identity_of_folder, remove_beneath
+from parquet_keytools.storage.locations import FileLocation, key_material_location
+from parquet_keytools.storage.locks import exclusive_folder
+from parquet_keytools.storage.made_folders import MadeFolders
+from parquet_keytools.storage.outputs import PendingOutput, pending_output
+from parquet_keytools.storage.sources import ArrowSource
+from parquet_keytools.storage.walk import all_files, names_passed_over
+from parquet_keytools.view.chunk_view import PageCache
+from parquet_keytools.view.plain_file import PlainFile
+
+PART_BYTES = 8 * 1024 * 1024
+_PARTS_AT_A_TIME = 4
+
+_MOST_VIEWS = 64
+"""How many views are kept: Arrow opens a file for its schema, and again for its data."""
+
+FOOTER_READ_BYTES = 64 * 1024
+"""Arrow reads this much from the end of a file for its footer. A gap of this length keeps pages out of that read:
+they would be decrypted for nothing, and a damaged page would break reads of other columns."""
+
+
+class DelegatingHandler(pafs.FileSystemHandler):  # type: ignore[misc]
+    """Passes every call on to another file system."""
+
+    def __init__(self, filesystem: pafs.FileSystem) -> None:
+        self.filesystem = filesystem
+        share_with_arrow(self)
+
+    def get_type_name(self) -> str:
+        """Return the name of the file system underneath."""
+        return str(self.filesystem.type_name)
+
+    def normalize_path(self, path: str) -> str:
+        """Return the path in its usual form."""
+        return str(self.filesystem.normalize_path(path))
+
+    def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
+        """Return what is known of some paths."""
+        return list(self.filesystem.get_file_info(paths))
+
+    def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
+        """Return what is known of the files of a folder."""
+        return list(self.filesystem.get_file_info(selector))
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        """Create a folder."""
+        self.filesystem.create_dir(path, recursive=recursive)
+
+    def delete_dir(self, path: str) -> None:
+        """Delete a folder."""
+        self.filesystem.delete_dir(path)
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        """Delete what is in a folder."""
+        self.filesystem.delete_dir_contents(path, missing_dir_ok=missing_dir_ok)
+
+    def delete_root_dir_contents(self) -> None:
+        """Refuse to empty a whole file system."""
+        raise PermissionError("the contents of a whole file system are not deleted")
+
+    def delete_file(self, path: str) -> None:
+        """Delete a file."""
+        self.filesystem.delete_file(path)
+
+    def move(self, src: str, dest: str) -> None:
+        """Move a file."""
+        self.filesystem.move(src, dest)
+
+    def copy_file(self, src: str, dest: str) -> None:
+        """Copy a file."""
+        self.filesystem.copy_file(src, dest)
+
+    def open_input_stream(self, path: str) -> pa.NativeFile:
+        """Open a file for reading in order."""
+        return self.open_input_file(path)
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        """Open a file for reading by ranges."""
+        return self.filesystem.open_input_file(path)
+
+    def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
+        """Open a file for writing."""
+        return self.filesystem.open_output_stream(path, compression=None)
+
+    def open_append_stream(self, path: str, metadata: Any) -> pa.NativeFile:
+        """Refuse: Parquet files are not appended to."""
+        raise NotImplementedError("Parquet files are not appended to")
+
+
+class ViewHandler(DelegatingHandler):
+    """Opens views of files whose footers were verified, and no other files.
+
+    Columns that cannot be read are in the view, and reading them raises our error: Arrow would fill a missing
+    column with nulls.
+    """
+
+    def __init__(
+        self,
+        filesystem: pafs.FileSystem,
+        files: Mapping[str, OpenedFile] | FilesAhead,
+        *,
+        denied_columns: str = "error",
+    ) -> None:
+        """Make one; `denied_columns` is the setting of the configuration."""
+        super().__init__(filesystem)
+        self._files = files
+        self._denied_columns = denied_columns
+        self._pages = PageCache()
+        self._lock = ForkSafeLock()
+        self._views: OrderedDict[str, tuple[OpenedFile, PlainFile]] = OrderedDict()
+
+    def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
+        """Return the types of some paths. The length of a view is unknown before it is opened."""
+        return [
+            pafs.FileInfo(path, pafs.FileType.File) if path in self._files else info
+            for path, info in zip(paths, super().get_file_info(paths), strict=True)
+        ]
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        """Open the view of a file."""
+        if path not in self._files:
+            raise ParquetFormatError(
+                "the file was not there when the data set was opened.", path=path, hint="Open it again."
+            )
+        with in_use():
+            opened = self._files[path]
+            file = self.filesystem.open_input_file(path)
+            source: ByteSource = ArrowSource(path, file, file.size())
+            if not opened.location.is_local:
+                source = SourceInParts(source)
+            source = as_verified(opened, source)
+            if opened.is_encrypted or opened.digests is not None:
+                source = self._view(path, opened, source)
+        return pa.PythonFile(_ViewInput(source, file), mode="r")
+
+    def _view(self, path: str, opened: OpenedFile, source: ByteSource) -> PlainFile:
+        with self._lock:
+            known, view = self._views.get(path, (None, None))
+        if view is not None and known is opened:
+            return view.over(source)
+        has_stand_ins = opened.digests is not None or (self._denied_columns == "null" and opened.refused)
+        shown = self._denied_columns if has_stand_ins else "error"
+        view = PlainFile(opened, source, shown, self._pages, gap=FOOTER_READ_BYTES)
+        with self._lock:
+            self._views[path] = opened, view
+            if len(self._views) > _MOST_VIEWS:
+                self._views.popitem(last=False)
+        return view
+
+
+class SourceInParts:
+    """A source on another machine: parts of long ranges are read at the same time.
+
+    Arrow reads ranges of its own files at the same time, but ranges of a Python file one by one.
+    """
+
+    def __init__(self, source: ByteSource) -> None:
+        self.path = source.path
+        self.size_bytes = source.size_bytes
+        self._source = source
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        """Return a range."""
+        if length <= PART_BYTES:
+            return self._source.read_at(offset, length)
+        parts = [
+            (start, min(PART_BYTES, offset + length - start))
+            for start in range(offset, offset + length, PART_BYTES)
+        ]
+        return b"".join(in_threads(lambda part: self._source.read_at(*part), parts, _PARTS_AT_A_TIME))
+
+
+class _ViewInput(RangedFile):
+    """A view as a Python file. Arrow locks it while it reads."""
+
+    read = RangedFile.read_uncopied  # type: ignore[assignment]  # Arrow takes any buffer.
+
+    def __init__(self, source: ByteSource, file: pa.NativeFile) -> None:
+        """Make one; closing it closes `file`, from which the source reads."""
+        super().__init__()
+        self._source = source
+        self._file = file
+        self.size_bytes = source.size_bytes
+        share_with_arrow(self)
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        if not length:
+            return b""
+        with in_use():
+            if not isinstance(self._source, PlainFile):
+                return self._source.read_at(offset, length)
+            # Arrow's pool reuses memory. New memory from the operating system costs more than decryption.
+            out = memoryview(pa.allocate_buffer(length)).cast("B")
+            self._source.read_into(offset, out)
+            return out
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+class PendingHandler(DelegatingHandler):
+    """Writes plain files encrypted, under temporary names; `commit` gives them their names.
+
+    What Arrow deletes because new data replaces it stays until `commit`, too. An error while Arrow opens or closes
+    a file may end the process, because Arrow's writer then uses memory that it has freed: `commit` raises such
+    errors, and until then nothing more is written.
+    """
+
+    def __init__(self, folder: FileLocation, keys: KeyService, table_name: str, *, durable: bool = True) -> None:
+        """Make one for a folder.
+
+        With `durable`, local files are synced to disk, all together, before the first appears.
+        """
+        super().__init__(folder.filesystem)
+        self._folder = folder
+        self._start = len(folder.path.rstrip("/"))
+        self._keys = keys
+        self._table_name = table_name
+        self._durable = durable
+        self._pending: list[PendingOutput] = []
+        self._key_materials: dict[str, NewKeyMaterial] = {}
+        self._replaced: list[str] = []
+        self._replaced_in: FolderIdentity | None = None
+        self._made = MadeFolders(folder.filesystem)
+        self._state = threading.Condition()
+        self._encrypting = 0
+        self._is_discarded = False
+        self._failure: Exception | None = None
+        self._room = SpoolRoom(folder.child("file"))
+
+    @contextlib.contextmanager
+    def failing_at_commit(self) -> Iterator[None]:
+        """Keep an error for `commit`."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def until_failure(self, source: pa.RecordBatchReader) -> pa.RecordBatchReader:
+        """Return a stream that ends after a failure: Arrow would read the rest in vain, perhaps for hours."""
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for batch in source:
+                yield batch
+                if self._failure is not None:
+                    return
+
+        return pa.RecordBatchReader.from_batches(source.schema, batches())
+
+    def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
+        """Open a file that is encrypted when it is closed; after a failure, a file that is forgotten."""
+        spool = pending = None
+        with self.failing_at_commit():
+            self._refuse_passed_over(path)
+            with self._state:
+                if self._goes_on:
+                    # There may be more files than a process may have open.
+                    pending = pending_output(
+                        FileLocation(self.filesystem, path), keeps_open=False, durable=self._durable
+                    )
+                    self._pending.append(pending)
+                    spool = PlaintextSpool(self._room, str(pending.target))
+        return pa.PythonFile(_EncryptedOnClose(self, pending, spool), mode="w")
+
+    @property
+    def _goes_on(self) -> bool:
+        return not self._is_discarded and self._failure is None
+
+    def encrypt(self, pending: PendingOutput, source: PlaintextSpool) -> None:
+        """Encrypt a file whose plaintext is complete."""
+        with self._state:
+            if not self._goes_on:
+                return
+            self._encrypting += 1
+        try:
+            self._key_materials[pending.target.path] = encrypt_pending(
+                self._keys, self._table_name, source, pending
+            )
+        finally:
+            with self._state:
+                self._encrypting -= 1
+                self._state.notify_all()
+
+    def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
+        """Return the files of a folder: empty folders, as a killed process leaves them, hold no data."""
+        return [info for info in super().get_file_info_selector(selector) if info.type != pafs.FileType.Directory]
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        """Create a folder; `discard` removes it again. After a failure nothing is created."""
+        with self.failing_at_commit(), self._state:
+            self._refuse_passed_over(path)
+            if self._goes_on:
+                self._made.create(path, recursive=recursive)
+
+    def _refuse_links(self, path: str) -> None:
+        """Refuse to delete what is behind a link: anyone who may write to the data set can put one there."""
+        if not isinstance(self.filesystem, pafs.LocalFileSystem):
+            return
+        names = path[self._start :].strip("/").split("/")
+        for length in range(1, len(names) + 1):
+            folder = Path(path[: self._start], *names[:length])
+            if names[0] and folder.is_symlink():
+                raise OutputError(
+                    f"{folder} is a link, and what is behind it would be deleted.",
+                    hint="Remove the link, or choose another existing_data_behavior.",
+                )
+
+    def _refuse_passed_over(self, path: str) -> None:
+        """Refuse names that readers of data sets skip: the rows would be lost silently."""
+        lost = names_passed_over(path[self._start :])
+        if lost:
+            raise OutputError(
+                f"{path} is not written: readers of data sets skip names such as {lost[0]!r}, which begin "
+                "with a dot or an underscore.",
+                hint="Partition hive-style, with names such as `column=value`, or choose other names.",
+            )
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        """Remember what `commit` deletes: links themselves, and nothing that they lead to."""
+        with self.failing_at_commit():
+            self._refuse_links(path)
+            self._remember_folder()
+            self._replaced += [file.path for file in all_files(FileLocation(self.filesystem, path))]
+
+    def delete_dir(self, path: str) -> None:
+        """Remember what `commit` deletes."""
+        self.delete_dir_contents(path)
+
+    def delete_file(self, path: str) -> None:
+        """Remember what `commit` deletes."""
+        self._remember_folder()
+        self._replaced.append(path)
+
+    def _remember_folder(self) -> None:
+        if self._folder.is_local and self._replaced_in is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._replaced_in = identity_of_folder(self._folder.path)
+
+    def commit(self) -> list[FileLocation]:
+        """Put all files in their places, then delete what they replace.
+
+        Raises:
+            Exception: The first error since this handler was made.
+        """
+        if self._failure is not None:
+            raise self._failure
+        put_all_in_place(
+            [
+                (pending, self._key_materials.get(pending.target.path, NewKeyMaterial(pending.target)))
+                for pending in self._pending
+            ],
+            durable=self._durable,
+        )
+        kept = {pending.target.path for pending in self._pending}
+        # `put_all_in_place` replaced their key material.
+        kept |= {key_material_location(pending.target).path for pending in self._pending}
+        # Some file systems list paths with a slash in front and some without.
+        kept = {path.lstrip("/") for path in kept}
+        replaced = [FileLocation(self.filesystem, path) for path in self._replaced]
+        materials = {key_material_location(location).path for location in replaced}
+        # Files before their key material: after an interruption, a file without it could not be read.
+        for location in sorted(replaced, key=lambda location: location.path in materials):
+            path = location.path
+            if path.lstrip("/") not in kept:
+                with contextlib.suppress(FileNotFoundError), exclusive_folder(location):
+                    if self._replaced_in is None:
+                        self.filesystem.delete_file(path)
+                    else:
+                        remove_beneath(self._folder, self._replaced_in, location)
+        return [pending.target for pending in self._pending]
+
+    def discard(self) -> None:
+        """Remove what was written, and folders made for it, after files that are being encrypted now."""
+        with self._state:
+            self._is_discarded = True
+            self._state.wait_for(lambda: self._encrypting == 0)
+        for pending in self._pending:
+            pending.discard()
+        with self._state:
+            self._made.remove_empty()
+
+
+class _EncryptedOnClose(io.RawIOBase):
+    """Collects a plaintext file, which is encrypted when it is closed; without a spool, forgets it."""
+
+    def __init__(
+        self, handler: PendingHandler, pending: PendingOutput | None, spool: PlaintextSpool | None
+    ) -> None:
+        super().__init__()
+        self._handler = handler
+        self._pending = pending
+        self._spool = spool
+        self._size_bytes = 0
+        share_with_arrow(self)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._size_bytes += len(data)
+        if self._spool is not None:
+            with self._handler.failing_at_commit():
+                return self._spool.write(data)
+            self._forget()
+        return len(data)
+
+    def tell(self) -> int:
+        return self._size_bytes
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            if self._spool is not None and self._pending is not None:
+                with self._handler.failing_at_commit():
+                    self._handler.encrypt(self._pending, self._spool)
+                self._forget()
+
+    def _forget(self) -> None:
+        if self._spool is not None:
+            self._spool.close()
+            self._spool = None

@@ -1,0 +1,285 @@
+"""pyarrow's own encryption and decryption properties, for one file each.
+
+pyarrow calls no KMS: keys are wrapped while encryption properties are made, and unwrapped before decryption
+properties are made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
+
+from parquet_keytools import audit
+from parquet_keytools.config.document import list_of_names
+from parquet_keytools.config.key_policy import ChosenKey, ColumnPath
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
+from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, UnsupportedByArrowError, value_or_raise
+from parquet_keytools.files.key_service import KeyService, TablePolicy
+from parquet_keytools.files.opened_file import OpenedFile, columns_named
+from parquet_keytools.format.file_layout import leaf_columns, read_footer_bytes
+from parquet_keytools.format.structs import FileMetaData
+from parquet_keytools.keys.kek import Clock
+from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
+from parquet_keytools.kms.client import KmsClient, WrapRequest
+from parquet_keytools.runtime.endings import share_with_arrow
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import BufferSource
+
+_ARROW_KEK_LENGTH_BITS = 128
+"""Arrow's KEKs have this length, whatever the length of the DEKs."""
+
+_FOREVER = timedelta(days=36_500)
+
+_DECRYPTS_IN_THREADS = 20
+"""Before this version of pyarrow, threads share a cipher: reads fail, or end the process (apache/arrow#43057)."""
+
+_NAMING_OPTIONS = ("flavor", "use_compliant_nested_type", "version", "store_schema")
+"""Options of a Parquet writer that can change the names of leaf columns."""
+
+
+def arrow_leaf_paths(schema: pa.Schema, write_options: Mapping[str, Any] | None = None) -> list[ColumnPath]:
+    """Return the paths of the leaf columns that pyarrow writes for a schema, in the order of their ordinals.
+
+    Some options of the writer change names.
+    """
+    options = {name: value for name, value in (write_options or {}).items() if name in _NAMING_OPTIONS}
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, schema, **options):
+        pass
+    footer = read_footer_bytes(BufferSource("schema", sink.getvalue()))
+    metadata, _ = FileMetaData.read(footer.data)
+    return [leaf.path for leaf in leaf_columns(metadata.schema)]
+
+
+def arrow_limits(policy: TablePolicy, write_options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return what pyarrow does not support of a policy, a phrase each; empty if it supports all."""
+    table = policy.table
+    limits = []
+    if table.aad_prefix is not None:
+        limits.append("it has no AAD prefix together with KMS keys")
+    if table.double_wrapping and table.effective_kek_length_bits != _ARROW_KEK_LENGTH_BITS:
+        limits.append(f"its KEKs have 128 bits, not {table.effective_kek_length_bits}")
+    names = {table.footer_key, *(key.key_name for key in policy.columns.values() if key.key_name)}
+    if names - policy.master_key_ids.keys():
+        limits.append("it has no data keys that the caller manages")
+    if (write_options or {}).get("bloom_filter_options"):
+        limits.append("it does not encrypt files with Bloom filters")
+    kinds = {key.kind for key in policy.columns.values()}
+    if table.plaintext_footer:
+        limits.append(
+            "it shows size statistics of encrypted columns, and all key-value metadata, in a plaintext footer"
+        )
+    if table.key_material == "external":
+        limits.append("it replaces external key material before it replaces the file")
+    if "footer_key" in kinds and kinds != {"footer_key"}:
+        limits.append("it encrypts either all columns with the footer key or none")
+    if not limits and kinds == {"footer_key"} and not hasattr(pe.EncryptionConfiguration, "uniform_encryption"):
+        # pyarrow has it from version 21 on.
+        limits.append(f"version {pa.__version__} does not encrypt all columns with the footer key")
+    if kinds <= {"plaintext"}:
+        limits.append("it does not encrypt a footer without any column")
+    return limits + _name_limits(policy)
+
+
+def _name_limits(policy: TablePolicy) -> list[str]:
+    keys_by_dotted_path: dict[str, set[ChosenKey]] = {}
+    for path, key in policy.columns.items():
+        keys_by_dotted_path.setdefault(".".join(path), set()).add(key)
+    own = {
+        dotted_path
+        for dotted_path, keys in keys_by_dotted_path.items()
+        if any(key.kind == "column_key" for key in keys)
+    }
+    limits = []
+    unfit = sorted(name for name in own if set(name) & set(":;,") or name != name.strip() or not name)
+    if unfit:
+        limits.append(f"it cannot name the columns {', '.join(map(repr, unfit))}")
+    doubtful = sorted(name for name in own if len(keys_by_dotted_path[name]) > 1)
+    if doubtful:
+        limits.append(f"it cannot tell the columns named {', '.join(map(repr, doubtful))} apart")
+    return limits
+
+
+class _WrappingKms(pe.KmsClient):  # type: ignore[misc]
+    """Wraps keys for pyarrow with a KMS client."""
+
+    def __init__(self, kms: KmsClient) -> None:
+        super().__init__()
+        share_with_arrow(self)
+        self._kms = kms
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
+        key = SecretBytes(key_bytes)
+        # Some tools print the variables of a traceback.
+        del key_bytes
+        request = WrapRequest(key, decode_master_key_id(master_key_identifier))
+        return value_or_raise(self._kms.wrap_many([request])[0])
+
+
+class ArrowEncryptor:
+    """Makes encryption properties with pyarrow's CryptoFactory, whose KEKs serve many files.
+
+    pyarrow's KEK cache knows neither URL nor principal. A factory belongs to this object, and so to one KMS
+    client, and is replaced when the lifetime of its KEKs ends.
+    """
+
+    def __init__(self, keys: KeyService, clock: Clock) -> None:
+        self.keys = keys
+        self._clock = clock
+        self._lock = ForkSafeLock()
+        self._factories: dict[tuple[float, int], tuple[float, pe.CryptoFactory]] = {}
+
+    def properties(
+        self, table_name: str | None, schema: pa.Schema, location: FileLocation
+    ) -> pq.FileEncryptionProperties:
+        """Make encryption properties for a file that the caller writes; see `Keytools.encryption_properties`."""
+        policy = self.keys.policy(table_name, arrow_leaf_paths(schema))
+        with audit.about(location):
+            return self.properties_of(policy)
+
+    def properties_of(self, policy: TablePolicy) -> pq.FileEncryptionProperties:
+        """Make encryption properties for one file; wraps keys, on this thread.
+
+        Raises:
+            UnsupportedByArrowError: pyarrow does not support what the table asks for.
+            KmsError: A key cannot be wrapped.
+        """
+        limits = arrow_limits(policy)
+        if limits:
+            raise UnsupportedByArrowError(limits, hint="Keytools.writer and Keytools.filesystem can.")
+        settings = self.keys.configuration.kms
+        connection = pe.KmsConnectionConfig(
+            kms_instance_id="DEFAULT" if settings is None else settings.instance_id
+        )
+        # One at a time: threads that miss pyarrow's cache together would each wrap a KEK.
+        with self._lock:
+            factory = self._factory(policy.table.cache_lifetime_seconds)
+            return factory.file_encryption_properties(connection, _encryption_configuration(policy))
+
+    def clear_cache(self) -> None:
+        """Use new KEKs from now on."""
+        with self._lock:
+            self._factories.clear()
+
+    def _factory(self, lifetime_seconds: float) -> pe.CryptoFactory:
+        key = (lifetime_seconds, os.getpid())
+        now = self._clock()
+        made_at, factory = self._factories.get(key, (0.0, None))
+        if factory is None or now >= made_at + lifetime_seconds:
+            kms = self.keys.kms
+            # `arrow_limits` refuses tables whose keys are not in a KMS.
+            assert kms is not None
+            factory = pe.CryptoFactory(lambda _: _WrappingKms(kms))
+            self._factories[key] = now, factory
+        return factory
+
+
+def _encryption_configuration(policy: TablePolicy) -> pe.EncryptionConfiguration:
+    table = policy.table
+    column_keys: dict[str, list[str]] = {}
+    for path, key in policy.columns.items():
+        if key.kind == "column_key" and key.key_name is not None:
+            names = column_keys.setdefault(encode_master_key_id(policy.master_key_ids[key.key_name]), [])
+            if ".".join(path) not in names:
+                names.append(".".join(path))
+    return pe.EncryptionConfiguration(
+        encode_master_key_id(policy.master_key_ids[table.footer_key]),
+        # `arrow_limits` refuses uniform encryption where pyarrow does not have it.
+        **({"column_keys": column_keys} if column_keys else {"uniform_encryption": True}),
+        encryption_algorithm=table.algorithm,
+        double_wrapping=table.double_wrapping,
+        cache_lifetime=_FOREVER,
+        data_key_length_bits=table.data_key_length_bits,
+    )
+
+
+class _AnsweringKms(pe.KmsClient):  # type: ignore[misc]
+    """Answers pyarrow from keys that were unwrapped before; makes no KMS call."""
+
+    def __init__(self, answers: Mapping[tuple[str, str], SecretBytes | KeytoolsError]) -> None:
+        super().__init__()
+        share_with_arrow(self)
+        self._answers = answers
+
+    def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
+        answer = self._answers.get((wrapped_key, master_key_identifier))
+        if answer is None:
+            raise KeyNotAvailableError(
+                "the file needs a key that was not unwrapped when its decryption properties were made.",
+                hint="Name all columns that are read or filtered in decryption_properties(path, columns=[...]).",
+            )
+        return value_or_raise(answer).reveal()
+
+
+def decryption_properties(
+    keys: KeyService,
+    location: FileLocation,
+    columns: Sequence[str] | None,
+    table_name: str | None,
+    aad_prefix: str | bytes | None,
+) -> pq.FileDecryptionProperties:
+    """Unwrap the keys of some columns, or of all, and return properties that know these keys only.
+
+    Raises:
+        UnsupportedByArrowError: pyarrow cannot decrypt the file by itself.
+        ColumnAccessDeniedError: One of the columns cannot be read.
+        ValueError: The file has no column of a name.
+    """
+    names = None if columns is None else list_of_names("columns", columns)
+
+    def wanted(found: Sequence[FooterColumn]) -> Sequence[FooterColumn]:
+        return found if names is None else [column for name in names for column in columns_named(found, name)]
+
+    (opened,) = keys.open_files([location], table_name, aad_prefix, wanted=wanted)
+    limits = _decryption_limits(opened)
+    if limits:
+        raise UnsupportedByArrowError(limits, hint="Keytools.read_table can read it.")
+    for name in names or ():
+        if not opened.columns_named(name):
+            raise ValueError(f"{location} has no column {name!r}")
+    hint = "Name the columns that you need: decryption_properties(path, columns=[...])." if names is None else ""
+    opened.refuse_denied(names, hint=hint)
+    return _decryption_properties(opened)
+
+
+def _decryption_limits(opened: OpenedFile) -> list[str]:
+    """Return why pyarrow cannot decrypt a file, a phrase each; empty if it can."""
+    limits = []
+    if int(pa.__version__.partition(".")[0]) < _DECRYPTS_IN_THREADS:
+        limits.append(f"version {pa.__version__} does not decrypt correctly in several threads")
+    if opened.digests is not None:
+        limits.append("it shows values, and `denied_columns: hash` is set")
+    uses_data_keys = opened.retriever.uses_data_keys
+    has_own_keys = any(column.encryption is ColumnEncryption.COLUMN_KEY for column in opened.footer.columns)
+    if uses_data_keys and (has_own_keys or opened.kms_keys.answers):
+        limits.append("it has no data keys for single columns")
+    if opened.footer.envelope.supply_aad_prefix and not uses_data_keys:
+        limits.append("it has no AAD prefix together with KMS keys")
+    if opened.retriever.key_materials is not None:
+        limits.append("it would read external key material that may have changed since the keys were unwrapped")
+    if not limits and uses_data_keys and not hasattr(pe, "create_decryption_properties"):
+        limits.append(f"version {pa.__version__} has no data keys that the caller manages")
+    return limits
+
+
+def _decryption_properties(opened: OpenedFile) -> pq.FileDecryptionProperties:
+    if opened.retriever.uses_data_keys:
+        envelope = opened.footer.envelope
+        dek = opened.retriever.footer_dek(envelope.key_metadata)
+        return pe.create_decryption_properties(
+            dek.reveal(), aad_prefix=opened.footer.aad_prefix if envelope.supply_aad_prefix else None
+        )
+    kms = _AnsweringKms(opened.kms_keys.answers)
+    # Without an instance, pyarrow takes it from the file, which may lack it.
+    connection = pe.KmsConnectionConfig(kms_instance_id="DEFAULT", kms_instance_url="DEFAULT")
+    return pe.CryptoFactory(lambda _: kms).file_decryption_properties(
+        connection, pe.DecryptionConfiguration(cache_lifetime=_FOREVER)
+    )
