@@ -566,7 +566,7 @@ class Jobs:
 
     def leftovers(self) -> None:
         """What a process left that was killed goes when the folder is written to again, once it is old enough."""
-        from parquet_keytools.storage.temporary_files import temporary_name
+        from parquet_keytools.storage.local_files import temporary_name
 
         left = self.folder / "many" / temporary_name("x.parquet", is_locked=False)
         left.write_bytes(b"half")

@@ -10,10 +10,10 @@ import pytest
 from botocore.awsrequest import AWSPreparedRequest
 from s3_store import BUCKET, S3Store, on_request, refusal
 
-from parquet_keytools.storage import s3_connection, temporary_files
+from parquet_keytools.storage import outputs, s3_connection
+from parquet_keytools.storage.local_files import DEAD_AFTER_SECONDS, temporary_name
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import write_whole
-from parquet_keytools.storage.temporary_files import DEAD_AFTER_SECONDS, temporary_name
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def begun(store: S3Store) -> str:
 
 @pytest.fixture
 def a_day_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(temporary_files, "_age_seconds", lambda info: DEAD_AFTER_SECONDS + 1)
+    monkeypatch.setattr(outputs, "_age_seconds", lambda info: DEAD_AFTER_SECONDS + 1)
 
 
 def uploads(store: S3Store) -> list[str]:
@@ -83,7 +83,7 @@ def test_what_may_not_be_listed_or_ended_is_named(
         def hook(operation: str, request: AWSPreparedRequest, refused: str = refused) -> Any:
             return refusal(request, 403, "AccessDenied") if operation == refused else None
 
-        monkeypatch.setattr("parquet_keytools.storage.temporary_files.OccasionalScan.is_due", lambda *_: True)
+        monkeypatch.setattr("parquet_keytools.storage.local_files.OccasionalScan.is_due", lambda *_: True)
         with caplog.at_level(logging.WARNING), on_request(filesystem, hook):
             write_whole(FileLocation(filesystem, f"{BUCKET}/d/x"), b"whole")
         assert text in caplog.text

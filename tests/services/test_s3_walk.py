@@ -90,16 +90,16 @@ def test_what_a_prefix_refuses_is_reported(store: S3Store, monkeypatch: pytest.M
     """A role may list some prefixes only: Arrow says so, and the others are seen."""
     for name in ("a=1/x.parquet", "a=2/x.parquet"):
         store.put(f"d/{name}", b"PAR1....PAR1")
-    from parquet_keytools.storage import listing
+    from parquet_keytools.storage import walk
 
-    selector = listing.pafs.FileSelector
+    selector = walk.pafs.FileSelector
 
     def refused(path: str, *more: Any, **options: Any) -> Any:
         if path.endswith("a=1"):
             raise OSError("When listing objects in bucket 'bucket': AWS Error ACCESS_DENIED")
         return selector(path, *more, **options)
 
-    monkeypatch.setattr(listing.pafs, "FileSelector", refused)
+    monkeypatch.setattr(walk.pafs, "FileSelector", refused)
     entries = list(data_set(FileLocation(store.filesystem(), f"{BUCKET}/d")))
     (unseen,) = [entry for entry in entries if isinstance(entry, Unseen)]
     assert unseen.location.path == f"{BUCKET}/d/a=1" and "ACCESS_DENIED" in unseen.reason

@@ -62,7 +62,6 @@ class Job:
             error in place of it, `attack` for what another user does before it.
         attack: What that user does: one of `other_users.ATTACKS`.
         user: Number of the user who does the job.
-        named: Whether new files have names from the beginning, as without `O_TMPFILE`.
     """
 
     action: str
@@ -74,7 +73,6 @@ class Job:
     mode: str = "kill"
     attack: str = ""
     user: int = 0
-    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ class Points:
 
     def _wrapped_open(self, call: Callable[..., int]) -> Callable[..., int]:
         def wrapper(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-            if flags & (os.O_CREAT | os.O_TRUNC | _UNNAMED) and not isinstance(path, int):
+            if flags & (os.O_CREAT | os.O_TRUNC) and not isinstance(path, int):
                 self.at("open", _path_of(path, named.get("dir_fd")))
             return call(path, flags, *rest, **named)
 
@@ -193,9 +191,6 @@ class Points:
             path = arguments[0]
             if isinstance(path, (str, bytes)) and os.fsdecode(path).startswith(self._root):
                 os._exit(3)
-
-
-_UNNAMED = os.O_TMPFILE & ~os.O_DIRECTORY
 
 
 def _path_of(place: Any, folder: int | None = None) -> str:
@@ -303,13 +298,10 @@ def _attacker(job: Job, act: Callable[[Path], object]) -> Any:
     """Become the user who does the job, while another one waits for it."""
     from other_users import PRIVATE, Attacker
 
-    from parquet_keytools.storage import outputs
-
     base = Path(job.folder).parent
     # What is imported late cannot be imported by somebody else.
     act(base / "warm")
     attacker = Attacker(job.attack, Path(job.folder), base / PRIVATE)
-    outputs._NO_DESCRIPTORS = job.named
     if job.user:
         os.setgroups([])
         os.setgid(job.user)

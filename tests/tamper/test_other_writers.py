@@ -14,7 +14,7 @@ from rotation_case import TABLE, Case, key_material_file, names
 
 from parquet_keytools.errors import OutputError, StorageFailedError
 from parquet_keytools.files import replacement
-from parquet_keytools.storage.temporary_files import LOCK_NAME, temporary_name
+from parquet_keytools.storage.local_files import LOCK_NAME, temporary_name
 
 
 @pytest.fixture

@@ -38,8 +38,8 @@ from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import Outcome
 from parquet_keytools.rotation.tail import footer_of
+from parquet_keytools.storage.local_files import LOCK_NAME
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.temporary_files import LOCK_NAME
 
 FILES = ("x.parquet", "p=1/y.parquet")
 TESTS = Path(__file__).resolve().parents[1]

@@ -136,7 +136,6 @@ class Place:
             "attack",
             attack,
             user,
-            named=point % 2 == 1,
         )
 
     def check(self, job: Job, ended: Ended) -> None:

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
 from parquet_keytools.errors import IncompleteDataSetError, KeytoolsError
+from parquet_keytools.runtime.presentation import escaped_path
 from parquet_keytools.spark import pipelines
-from parquet_keytools.storage.printable import escaped_path
 
 TABLE = pa.table({"id": range(10), "name": [f"name {number}" for number in range(10)]})
 KEYS = {name: base64.b64encode(name.encode().ljust(16)).decode() for name in ("footer", "pii", "new")}

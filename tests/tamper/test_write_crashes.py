@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
-from parquet_keytools.storage.temporary_files import OccasionalScan
+from parquet_keytools.storage.local_files import OccasionalScan
 
 LOCAL = pafs.LocalFileSystem()
 

@@ -24,11 +24,14 @@ from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
 from parquet_keytools.runtime.endings import in_use, share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.working_threads import in_threads
-from parquet_keytools.storage.local_files import FolderIdentity, identity_of_folder, remove_beneath
+from parquet_keytools.storage.local_files import (
+    FolderIdentity,
+    exclusive_folder,
+    identity_of_folder,
+    remove_beneath,
+)
 from parquet_keytools.storage.locations import FileLocation, key_material_location
-from parquet_keytools.storage.locks import exclusive_folder
-from parquet_keytools.storage.made_folders import MadeFolders
-from parquet_keytools.storage.outputs import PendingOutput, pending_output
+from parquet_keytools.storage.outputs import MadeFolders, PendingOutput, pending_output
 from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.storage.walk import all_files, names_passed_over
 from parquet_keytools.view.chunk_view import PageCache

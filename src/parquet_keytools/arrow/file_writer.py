@@ -29,7 +29,7 @@ from parquet_keytools.files.key_service import TablePolicy
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
 from parquet_keytools.runtime.endings import ExceptionWatch
 from parquet_keytools.runtime.fork_safety import OwnerProcess, leave_to_parent
-from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
+from parquet_keytools.storage.local_files import failing_as_output, refuse_in_child
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import PendingOutput, pending_output, written_bytes
 from parquet_keytools.storage.sources import BufferSource

@@ -23,10 +23,9 @@ from parquet_keytools.arrow.properties import ArrowEncryptor, arrow_leaf_paths
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.aad import refuse_more_than_ordinals
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.storage.failures import failing_as_output
+from parquet_keytools.storage.local_files import failing_as_output, without_leftovers
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import written_bytes
-from parquet_keytools.storage.temporary_files import without_leftovers
 from parquet_keytools.storage.walk import all_files
 
 if TYPE_CHECKING:

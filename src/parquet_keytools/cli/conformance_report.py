@@ -31,7 +31,7 @@ from parquet_keytools.conformance.report import (
 )
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
-from parquet_keytools.storage.printable import printable
+from parquet_keytools.runtime.presentation import printable
 
 _MAP_WIDTH = 64
 _MAX_MAP_LINES = 8

@@ -34,10 +34,10 @@ from parquet_keytools.errors import (
     WorkerProcessEndedError,
 )
 from parquet_keytools.files.conversion import FilePlan, FileResult, PlannedFile, plan_files
+from parquet_keytools.runtime.presentation import printable
 from parquet_keytools.runtime.worker_processes import FileWorkers, command_line_processes
-from parquet_keytools.storage.failures import storage_failure
+from parquet_keytools.storage.local_files import storage_failure
 from parquet_keytools.storage.locations import OBJECT_STORES
-from parquet_keytools.storage.printable import printable
 
 if TYPE_CHECKING:
     from parquet_keytools.conformance.salvage import SalvageResult

@@ -77,7 +77,7 @@ class KeystoreOptions:
             is_new = identity(self.path) is None
             return self.path, _passphrase_source(self.passphrase_file, confirm=confirm and is_new)
         from parquet_keytools.config.loader import load_configuration
-        from parquet_keytools.kms.keystore import KeystoreSettings
+        from parquet_keytools.kms.keystore_file import KeystoreSettings
 
         configuration = load_configuration(config)
         if not isinstance(configuration.kms, KeystoreSettings):

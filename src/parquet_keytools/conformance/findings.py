@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from parquet_keytools.encryption.aad import ModulePlace
-from parquet_keytools.storage.printable import printable
+from parquet_keytools.runtime.presentation import printable
 
 
 class Severity(Enum):

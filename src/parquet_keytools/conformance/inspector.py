@@ -36,8 +36,7 @@ from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource, FileSource
 from parquet_keytools.format.file_layout import RegionKind
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
-from parquet_keytools.runtime.presentation import expanded
-from parquet_keytools.storage.printable import escaped_bytes
+from parquet_keytools.runtime.presentation import escaped_bytes, expanded
 
 if TYPE_CHECKING:
     from parquet_keytools.conformance.file_keys import MaterialFinder

@@ -23,8 +23,8 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.partial_footers import shown_metadata
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
 from parquet_keytools.format.thrift import WireType
+from parquet_keytools.runtime.presentation import escaped_bytes
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.printable import escaped_bytes
 
 _SIGNATURE_LENGTH = NONCE_LENGTH + TAG_LENGTH
 

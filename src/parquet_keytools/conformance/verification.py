@@ -28,10 +28,10 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
+from parquet_keytools.runtime.presentation import escaped_path
 from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.printable import escaped_path
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
 

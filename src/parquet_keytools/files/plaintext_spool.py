@@ -18,7 +18,7 @@ from parquet_keytools.format.byte_ranges import Bytes, check_range
 from parquet_keytools.runtime import operating_system
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, OwnerProcess
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
+from parquet_keytools.storage.local_files import failing_as_output, refuse_in_child
 from parquet_keytools.storage.locations import FileLocation
 
 SEGMENT_BYTES = 1024 * 1024

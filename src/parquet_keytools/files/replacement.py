@@ -20,9 +20,8 @@ from parquet_keytools.keys.material_store import (
     write_key_materials,
 )
 from parquet_keytools.runtime.working_threads import in_threads
-from parquet_keytools.storage.local_files import FolderIdentity
+from parquet_keytools.storage.local_files import FolderIdentity, exclusive_folder, written_meanwhile
 from parquet_keytools.storage.locations import FileLocation, folder_path, key_material_location, real_location
-from parquet_keytools.storage.locks import exclusive_folder, written_meanwhile
 from parquet_keytools.storage.outputs import (
     Check,
     PendingOutput,

@@ -38,8 +38,8 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
+from parquet_keytools.runtime.presentation import is_url
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.printable import is_url
 
 _MOST_SCHEMAS = 64
 """How many schemas are remembered for a table; the files of a data set have one, or a few."""

@@ -30,10 +30,14 @@ from parquet_keytools.runtime.worker_processes import (
     FileWorkers,
     may_start_processes,
 )
-from parquet_keytools.storage.failures import naming_left_behind, storage_failure, warn_left_behind
+from parquet_keytools.storage.local_files import (
+    exclusive_folder,
+    naming_left_behind,
+    storage_failure,
+    warn_left_behind,
+    without_leftovers,
+)
 from parquet_keytools.storage.locations import FileLocation, folder_path, real_location
-from parquet_keytools.storage.locks import exclusive_folder
-from parquet_keytools.storage.temporary_files import without_leftovers
 from parquet_keytools.storage.walk import BehindLink, Entry, LeftOut, ParquetFile, Unseen, data_set_in_place
 
 CONCURRENT_FILES = 8

@@ -74,7 +74,7 @@ from parquet_keytools.rotation.tail import (
     replace_tail,
 )
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.failures import storage_failure
+from parquet_keytools.storage.local_files import storage_failure
 from parquet_keytools.storage.locations import FileLocation
 
 # --- the plan ---

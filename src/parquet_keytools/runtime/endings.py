@@ -1,12 +1,10 @@
-"""What must not go wrong at an end: a file is closed while an exception is on its way, and a process ends.
+"""The ends of files and processes.
 
-`try: ... finally: file.close()` closes a file with an exception on its way, as `except` clauses do: it would look
-whole, and lack rows.
+`try: ... finally: file.close()` closes a file while an exception is raised: the file would look whole, but lack
+rows.
 
-A read is over for its caller while threads of Arrow still drop what they shared: file systems, KMS clients and
-buffers that belong to Python. Up to Python 3.13 a thread that needs the interpreter for that, when it is being
-finalised, ends by force, and C++ then aborts the whole process after all its work was done. So the end of a
-process gives them time.
+After a read, threads of Arrow still drop objects that belong to Python. Up to Python 3.13, if such a thread needs
+the interpreter while it is finalised, C++ aborts the process. So the end of a process waits for these threads.
 """
 
 from __future__ import annotations
@@ -25,22 +23,15 @@ from parquet_keytools.runtime.operating_system import register_at_fork
 
 
 class ExceptionWatch:
-    """Finds the exception because of which a file is closed; made when the file is opened."""
+    """Finds the exception that closes a file; created when the file is opened."""
 
     def __init__(self) -> None:
         self._known = sys.exception()
 
     def refuse(self, target: object) -> None:
-        """Return if the file may be finished.
-
-        Args:
-            target: The file, which must not be written if this raises.
-
-        Raises:
-            BaseException: The one that was raised since; whoever let it pass does not see a difference.
-        """
+        """Raise the exception that was raised since the file was opened: the file must not be written then."""
         error, known, self._known = sys.exception(), self._known, None
-        # The end of what a file is written from is no failure.
+        # The end of an iterator is not a failure.
         if error is None or error is known or isinstance(error, StopIteration | StopAsyncIteration):
             return
         error.add_note(
@@ -53,26 +44,26 @@ class ExceptionWatch:
 # --- the end of a process ---
 
 _WAIT_SECONDS = 5.0
-"""The longest that the end of a process is put off."""
+"""How long the end of a process is delayed at most."""
 
 _LOOK_SECONDS = 0.001
 
 _LOOKS = 5
 """How many looks in a row must find no other thread at work.
 
-A thread that waits for the interpreter sleeps while this one looks, and is awake in the next look.
+A thread that waits for the interpreter sleeps while this one looks, and runs in the next look.
 """
 
 _BLIND_LOOKS = 200
-"""The same where the states of threads are unknown, and the number of shared objects is all there is to see.
+"""The same where only the number of shared objects is known, and not the states of threads.
 
-Looks are counted, and not seconds: on a machine with more to do than it can, both threads are late.
+Looks are counted, not seconds: on an overloaded machine, both threads are late.
 """
 
 _TASKS = Path("/proc/self/task")
 
 _shared: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-"""By numbers: objects that are equal count each, and some cannot be hashed yet."""
+"""By number, because objects may be equal, or not hashable yet."""
 
 _numbers = itertools.count()
 _has_shared = False
@@ -80,7 +71,7 @@ _in_use: set[int] = set()
 
 
 def share_with_arrow(shared: object) -> None:
-    """Remember an object that threads of Arrow may be the last to hold."""
+    """Register an object that a thread of Arrow may be the last to hold."""
     global _has_shared
     _has_shared = True
     _shared[next(_numbers)] = shared
@@ -88,7 +79,7 @@ def share_with_arrow(shared: object) -> None:
 
 @contextlib.contextmanager
 def in_use() -> Iterator[None]:
-    """Mark this thread as one that works for Arrow, also where it waits for a server."""
+    """Mark this thread as working for Arrow, even while it waits for a server."""
     thread = threading.get_ident()
     is_outermost = thread not in _in_use
     _in_use.add(thread)
@@ -116,7 +107,7 @@ def _wait_for_arrow() -> None:
 
 
 def _other_threads_work() -> bool | None:
-    """Return whether another thread of this process runs, or waits for a core or a disk; None if unknown."""
+    """Return whether another thread of this process runs, or waits for a disk; None if unknown."""
     own = str(threading.get_native_id())
     try:
         states = [_state(task) for task in _TASKS.iterdir() if task.name != own]
@@ -134,7 +125,7 @@ def _state(task: Path) -> str:
 
 
 def _forget_parent() -> None:
-    """Forget what was shared with threads that do not exist in a child."""
+    """Forget objects shared with threads, which do not exist in a child."""
     global _has_shared
     _has_shared = False
     _shared.clear()

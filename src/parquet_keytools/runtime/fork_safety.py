@@ -1,4 +1,4 @@
-"""What a forked child gets: locks that are open, and connections and threads of its own."""
+"""Locks, connections and writers in a forked child."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ _all_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
 
 
 class ForkSafeLock:
-    """A `threading.Lock` that is fresh in a child process.
-
-    A fork copies locks as they are, but not the threads that would open them: a child of a busy process would
-    wait forever.
-    """
+    """A `threading.Lock` that is released in a forked child, which lacks the thread that would release it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,11 +32,7 @@ class ForkSafeLock:
 
     @contextlib.contextmanager
     def held_within(self, seconds: float) -> Iterator[None]:
-        """Hold the lock in a block.
-
-        Raises:
-            TimeoutError: It was held by others for so many seconds.
-        """
+        """Hold the lock in a block; raise `TimeoutError` if others hold it longer."""
         if not self._lock.acquire(timeout=max(seconds, 0)):
             raise TimeoutError
         try:
@@ -61,7 +53,7 @@ register_at_fork(after_in_child=_renew_all)
 
 
 class OwnerProcess:
-    """The process that made an object, of which its children have copies."""
+    """The process that made an object; forked children have copies of the object."""
 
     def __init__(self) -> None:
         self._process_id = os.getpid()
@@ -73,11 +65,7 @@ class OwnerProcess:
 
 
 class SharedWork:
-    """The work that this process does a part of.
-
-    Attributes:
-        processes: How many do it together: they have the limits of one, such as calls of the KMS at a time.
-    """
+    """The number of processes that share the work, and limits such as concurrent calls of the KMS."""
 
     processes = 1
 
@@ -86,7 +74,7 @@ _begun: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def leave_to_parent(writer: object) -> None:
-    """Let no forked child end what this process has begun: C++ finishes a file when its writer is destroyed."""
+    """Keep a writer in forked children: C++ finishes the file when the writer is destroyed."""
     _begun.add(writer)
 
 
@@ -99,38 +87,38 @@ register_at_fork(after_in_child=_keep_for_ever)
 
 
 _inherited: list[object] = []
-"""What a child has from its parent and may neither use nor destroy: some SDKs hang when they tidy up there."""
+"""Objects of the parent that a child may neither use nor destroy: some SDKs hang when they clean up there."""
 
 
 class PerProcess(Generic[T]):
-    """Makes a thing when it is first asked for, and another one in a forked child.
+    """Makes an object when it is first needed, and another one in a forked child.
 
-    What the parent made is kept in the child, unused and never closed: it is the parent's.
+    The child keeps the parent's object, but neither uses nor closes it.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._lock = ForkSafeLock()
         self._process_id = 0
-        self._thing: T | None = None
+        self._object: T | None = None
 
     def get(self) -> T:
-        """Return this process's one."""
+        """Return the object of this process."""
         with self._lock:
             self._leave_to_parent()
-            if self._thing is None:
-                self._thing = self._make()
+            if self._object is None:
+                self._object = self._make()
                 self._process_id = os.getpid()
-            return self._thing
+            return self._object
 
     def take(self) -> T | None:
-        """Return this process's one, if there is one, and forget it, so that the next `get` makes another."""
+        """Return and forget the object of this process, if any: the next `get` makes another."""
         with self._lock:
             self._leave_to_parent()
-            thing, self._thing = self._thing, None
-            return thing
+            found, self._object = self._object, None
+            return found
 
     def _leave_to_parent(self) -> None:
-        if self._thing is not None and self._process_id != os.getpid():
-            _inherited.append(self._thing)
-            self._thing = None
+        if self._object is not None and self._process_id != os.getpid():
+            _inherited.append(self._object)
+            self._object = None

@@ -1,7 +1,7 @@
-"""What Linux, macOS and Windows do differently with open files: the one place that decides which calls are made.
+"""Calls that Linux, macOS and Windows do differently, mostly with open files.
 
-POSIX systems open relative to a folder's descriptor, do not follow links if asked, and have permission bits. On
-Windows there is none of that: files are opened by path, and Python makes up permissions, which say nothing.
+POSIX systems open files relative to a folder's descriptor, can refuse links, and have permission bits. On Windows,
+files are opened by path, and permissions mean nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 POSIX = sys.platform != "win32" and find_spec("fcntl") is not None
-"""Whether the system has POSIX calls: all have but Windows, and Pythons that run in a WebAssembly machine."""
+"""Whether the system has POSIX calls: not Windows, and not Pythons on WebAssembly."""
 
 if sys.platform != "win32" and POSIX:
     import fcntl
 
-    # A named pipe is opened without a wait for its other end, and no terminal becomes that of this process.
+    # Do not wait for the other end of a pipe, and do not take a terminal as this process's own.
     _ALWAYS, _NO_LINK = os.O_NONBLOCK | os.O_NOCTTY, os.O_NOFOLLOW
 else:
     # Without O_BINARY, Windows translates line endings.
@@ -32,17 +32,17 @@ else:
 def open_file(
     path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, follow_link: bool, folder: int | None = None
 ) -> int:
-    """Open a file, and return its file descriptor, which no child process inherits.
+    """Open a file, and return its file descriptor.
 
     Args:
         path: Its path, or its name in `folder`.
-        flags: Of `os.open`, as far as all systems have them.
+        flags: As in `os.open`.
         mode: Its permissions if it is created; Windows ignores them.
         follow_link: Whether a link in the place of the file is followed.
         folder: File descriptor of the folder; always None on Windows.
 
     Raises:
-        OSError: It cannot be opened; with number ELOOP (or what the system has for that) if it is a link.
+        OSError: It cannot be opened; with an error number in `NOT_A_FILE` if it is a link.
     """
     if not follow_link:
         flags |= _NO_LINK
@@ -52,15 +52,15 @@ def open_file(
 
 
 NOT_A_FILE = frozenset({errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO, errno.EOPNOTSUPP})
-"""Numbers of errors of `open_file` for a link, a folder, a pipe or a socket; systems differ in them."""
+"""Error numbers of `open_file` for a link, a folder, a pipe or a socket, on any system."""
 
 
 _position = threading.Lock()
-"""A descriptor has one position, which reads and writes at an offset move where the system has none of these."""
+"""Guards the position of descriptors, where the system cannot read and write at an offset."""
 
 
 def read_at(descriptor: int, length: int, offset: int) -> bytes:
-    """Read at most `length` bytes at an offset; any number of threads may."""
+    """Read at most `length` bytes at an offset; for any number of threads."""
     if sys.platform != "win32" and POSIX:
         return os.pread(descriptor, length, offset)
     with _position:
@@ -69,7 +69,7 @@ def read_at(descriptor: int, length: int, offset: int) -> bytes:
 
 
 def write_at(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> int:
-    """Write at an offset, and return how many bytes were written; any number of threads may."""
+    """Write at an offset, and return how many bytes were written; for any number of threads."""
     if sys.platform != "win32" and POSIX:
         return os.pwrite(descriptor, data, offset)
     with _position:
@@ -78,16 +78,16 @@ def write_at(descriptor: int, data: bytes | bytearray | memoryview, offset: int)
 
 
 def reserve(descriptor: int, length: int) -> None:
-    """Take space on the disk, where the system can, so that a full disk is noticed early."""
-    # Pythons that were built for old Linux systems lack this, too, and what else is looked for by name here.
+    """Reserve space on the disk, where the system can, so that a full disk is noticed early."""
+    # Some builds of Python for old Linux systems lack this.
     if sys.platform == "linux" and hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, length)
 
 
 def sync(descriptor: int) -> None:
-    """Bring a file or folder to the disk."""
+    """Sync a file or folder to the disk."""
     if sys.platform == "darwin":
-        # There `fsync` ends when the drive has the data, which may not have written it.
+        # There `fsync` does not wait until the drive has written the data.
         with contextlib.suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
@@ -95,19 +95,19 @@ def sync(descriptor: int) -> None:
 
 
 def open_folder(path: str | os.PathLike[str]) -> int | None:
-    """Return a file descriptor of a folder; None on Windows, which has none."""
+    """Return a file descriptor of a folder; None on Windows."""
     if sys.platform != "win32" and POSIX:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     return None
 
 
 def open_folder_within(folder: int | None, name: str, path: str) -> int | None:
-    """Return a file descriptor of a folder in a folder; a link is not followed.
+    """Return a file descriptor of a folder in a folder (None on Windows); a link is not followed.
 
     Args:
         folder: Descriptor of the outer folder; None on Windows.
-        name: Of the inner one.
-        path: Of the inner one; the system is only asked for it on Windows.
+        name: Name of the inner folder.
+        path: Path of the inner folder, for Windows.
 
     Raises:
         OSError: It cannot be opened; with number ELOOP or ENOTDIR if it is a link.
@@ -124,11 +124,7 @@ def open_folder_within(folder: int | None, name: str, path: str) -> int | None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file, unless another process has locked it; closing it ends that. Not on Windows.
-
-    Returns:
-        Whether it is locked now.
-    """
+    """Try to lock an open file until it is closed, and return whether it is locked. Not on Windows."""
     if sys.platform != "win32" and POSIX:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,7 +135,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def wait_for_lock(descriptor: int) -> None:
-    """Lock an open file, however long another process has it. Not on Windows."""
+    """Lock an open file, however long another process holds the lock. Not on Windows."""
     if sys.platform != "win32" and POSIX:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         return
@@ -148,17 +144,17 @@ def wait_for_lock(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def locked_path(path: str | os.PathLike[str], timeout_seconds: float = -1) -> Iterator[None]:
-    """Hold a lock by the path of its file, as it is done on Windows.
+    """Hold a lock by the path of its file, for Windows.
 
     Args:
         path: The file, which is created, and removed at the end.
-        timeout_seconds: How long another holder is waited for; a negative number means for ever.
+        timeout_seconds: How long to wait for another holder; negative for ever.
 
     Raises:
-        TimeoutError: Another process has held it for so long.
+        TimeoutError: Another process held it longer.
         OSError: The file system failed.
     """
-    # Elsewhere locks are opened by descriptor of their folder, which filelock does not do.
+    # Not on POSIX, because filelock does not open locks by descriptor of their folder.
     from filelock import FileLock
 
     with FileLock(os.fspath(path), timeout=timeout_seconds, thread_local=False):
@@ -169,34 +165,34 @@ def locked_path(path: str | os.PathLike[str], timeout_seconds: float = -1) -> It
 
 
 def own_user_id() -> int:
-    """Return the number of the user whose permissions this process has; on Windows 0, as of every file there."""
+    """Return the effective user of this process; 0 on Windows, as for every file there."""
     if sys.platform != "win32" and POSIX:
         return os.geteuid()
     return 0
 
 
 def own_group_id() -> int:
-    """Return the number of the group of this process; on Windows 0, as of every file there."""
+    """Return the effective group of this process; 0 on Windows, as for every file there."""
     if sys.platform != "win32" and POSIX:
         return os.getegid()
     return 0
 
 
 def permissions(found: os.stat_result, bits: int) -> int:
-    """Return which of these permission bits a file has; none on Windows, where Python makes them up."""
+    """Return which of these permission bits a file has; none on Windows."""
     if sys.platform != "win32" and POSIX:
         return found.st_mode & bits
     return 0
 
 
 def change_mode(descriptor: int, mode: int) -> None:
-    """Set the permissions of an open file, where there are any."""
+    """Set the permissions of an open file; not on Windows."""
     if sys.platform != "win32" and POSIX:
         os.fchmod(descriptor, mode)
 
 
 def change_owner(descriptor: int, user_id: int, group_id: int) -> None:
-    """Set owner and group of an open file, where there are any; -1 leaves one as it is.
+    """Set owner and group of an open file, not on Windows; -1 leaves one as it is.
 
     Raises:
         PermissionError: This user may not.
@@ -206,7 +202,7 @@ def change_owner(descriptor: int, user_id: int, group_id: int) -> None:
 
 
 def copy_attributes(new: int, old: int, wanted: Callable[[str], bool]) -> list[str]:
-    """Give an open file the extended attributes of another one, as far as this user may: Python has them on Linux.
+    """Copy extended attributes between open files, as far as this user may; only on Linux.
 
     Args:
         new: File descriptor of the new file.
@@ -214,7 +210,7 @@ def copy_attributes(new: int, old: int, wanted: Callable[[str], bool]) -> list[s
         wanted: Whether an attribute of this name is copied.
 
     Returns:
-        The names of those that could not be copied.
+        The names of attributes that could not be copied.
     """
     lost: list[str] = []
     if sys.platform == "linux" and hasattr(os, "listxattr"):
@@ -224,7 +220,7 @@ def copy_attributes(new: int, old: int, wanted: Callable[[str], bool]) -> list[s
         for name in filter(wanted, names):
             try:
                 os.setxattr(new, name, os.getxattr(old, name))
-            except OSError:  # What the system guards for itself cannot be set.
+            except OSError:  # The system guards some attributes.
                 lost.append(name)
     return lost
 
@@ -238,14 +234,14 @@ def register_at_fork(
     after_in_parent: Callable[[], object] = lambda: None,
     after_in_child: Callable[[], object] = lambda: None,
 ) -> None:
-    """Have functions called when this process forks, as `os.register_at_fork` does; Windows never forks."""
+    """Call functions when this process forks, as `os.register_at_fork` does; Windows never forks."""
     if sys.platform != "win32" and POSIX:
         os.register_at_fork(before=before, after_in_parent=after_in_parent, after_in_child=after_in_child)
 
 
 @contextlib.contextmanager
 def signals_blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Let this thread, and what it starts, get these signals only after the block; Windows has none to block."""
+    """Block signals in this thread, and in what it starts; not on Windows."""
     if sys.platform != "win32" and POSIX:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:

@@ -1,7 +1,6 @@
-"""How this package deals with people.
+"""Texts for people: short forms of results, warnings, install commands, and what is safe to print.
 
-Results have a short text, warnings the line of the caller, and missing packages a command that installs them.
-Paths may begin with `~`, as people and configurations write them.
+A hostile file must not control the terminal of its reader, and no address shows its credentials.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
+from urllib.parse import urlsplit
 
 
 class Summarised(ABC):
-    """Has a short `repr`, and a table of the same facts where a notebook shows it: its parts may be thousands."""
+    """Has a short `repr`, and a table of the same facts in notebooks, however many parts it has."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class Summarised(ABC):
         return f"<{type(self).__name__} {facts}>"
 
     def __dir__(self) -> list[str]:
-        # What consoles offer: names of ours that are not for callers would be half of it.
+        # Consoles offer these names.
         return [name for name in super().__dir__() if name.startswith("__") or not name.startswith("_")]
 
     def _repr_html_(self) -> str:
@@ -47,7 +47,7 @@ class Summarised(ABC):
 
 
 _INSIDE = (str(Path(__file__).parents[1]), contextlib.__file__)
-"""This package, and what enters its context managers for it and for callers."""
+"""This package, and the module that enters its context managers."""
 
 
 def warn_caller(text: str) -> None:
@@ -65,10 +65,7 @@ _REQUIREMENT = re.compile(r"""(?P<package>[^;]+?)\s*;.*\bextra\s*==\s*["'](?P<ex
 
 
 def install_hint(extra: str) -> str:
-    """Return what to do where the packages of an extra are missing.
-
-    The packages are named, for ours may have been installed from anywhere.
-    """
+    """Return how to install the packages of an extra; they are named, because this one may not be on an index."""
     from importlib import metadata
 
     try:
@@ -84,9 +81,9 @@ def install_hint(extra: str) -> str:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return a path with a home folder in place of the `~` or `~user` that it begins with.
+    """Return a path with a leading `~` or `~user` replaced by a home folder.
 
-    As with a shell, `~name` is a name like any other where there is no such user.
+    As in a shell, `~name` stays as it is if there is no such user.
 
     Raises:
         FileNotFoundError: This user has no home folder, as in some containers.
@@ -100,3 +97,49 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(
             errno.ENOENT, "this user has no home folder: set HOME, or write the whole path", str(path)
         ) from None
+
+
+# --- text from files, paths and addresses ---
+
+_MOST_CHARACTERS = 1000
+_SHOWN_OF_THE_END = 200
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes for what is not printable, and without its middle if it is very long.
+
+    Control characters in the names of columns, writers and files could overwrite what was printed before, and
+    characters that reverse the direction of text could make one name look like another.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[: _MOST_CHARACTERS - _SHOWN_OF_THE_END]} ... {text[-_SHOWN_OF_THE_END:]}"
+    return _escaped(text)
+
+
+def escaped_bytes(data: bytes) -> str:
+    """Return bytes as text, with escapes for what is not printable, so that different bytes look different."""
+    return _escaped(data.replace(b"\\", b"\\\\").decode("utf-8", "backslashreplace"))
+
+
+def escaped_path(path: str) -> str:
+    """Return a path with escapes for what is not UTF-8 or not printable."""
+    return path if path.isprintable() else _escaped(os.fsencode(path).decode("utf-8", "backslashreplace"))
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def is_url(text: str) -> bool:
+    """Return whether a path is the address of a file on a web server."""
+    return text.lower().startswith(("https://", "http://"))
+
+
+def shown_url(url: str) -> str:
+    """Return an address without its credentials: without user, password and query."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -1,7 +1,7 @@
 """One function for many files at a time: in threads of this process, or of worker processes.
 
-Small files are work for Python, which one process does on one core. Only the command line starts worker processes:
-`multiprocessing` imports the main module of a program again in each of them, and a script without
+With small files, most of the work is Python's, and one process uses one core. Only the command line starts worker
+processes: `multiprocessing` imports the main module again in each of them, and a script without
 `if __name__ == "__main__"` would start itself.
 """
 
@@ -41,10 +41,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MOST_PROCESSES = 8
-"""One process hands the files out and takes the results in; it does not keep more of them busy."""
+"""The process that distributes files and collects results cannot keep more processes busy."""
 
 FILES_PER_PROCESS = 200
-"""A process pays from this number of small files on: its start takes as long as 100 of them."""
+"""A process is worth starting for this number of small files: its start takes as long as 100 files."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ _wanted: contextvars.ContextVar[int | None] = contextvars.ContextVar("parquet_ke
 
 @contextlib.contextmanager
 def command_line_processes(processes: int | None) -> Iterator[None]:
-    """Let `FileWorkers` that are made in the block start processes; only for the command line.
+    """Let `FileWorkers` in the block start processes; only for the command line.
 
     Args:
-        processes: How many; None for as many as pay.
+        processes: How many; None for as many as are useful.
     """
     token = _wanted.set(processes if _is_safe_to_start_from() else 1)
     try:
@@ -71,15 +71,15 @@ def may_start_processes() -> bool:
 
 
 def _is_safe_to_start_from() -> bool:
-    """Return whether a new process of Python may import the main module of this one, and runs no other code."""
-    # Only POSIX is tested. A child begins with the current folder on its path, which may be anyone's data, unless
-    # the environment says otherwise.
+    """Return whether a new Python process can import the main module of this one without running other code."""
+    # Only POSIX is tested. Unless the environment says otherwise, a child has the current folder on its path,
+    # which may be anyone's data.
     if not POSIX or getattr(sys, "frozen", False) or (sys.flags.ignore_environment and not sys.flags.safe_path):
         return False
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None:
-        # As `python -m parquet_keytools`: this one is not imported again.
+        # `python -m parquet_keytools` is not imported again.
         return spec.name == "__main__" or str(spec.name).endswith(".__main__")
     return file is None or Path(file).stem == "parquet-keytools"
 
@@ -88,7 +88,7 @@ _TERMINATE_SECONDS = 0.5
 
 
 def available_processors() -> int:
-    """Return how many processors this process may use: by its affinity, and by the quota of its container."""
+    """Return how many processors this process may use, by its affinity and the quota of its container."""
     # macOS has no affinity.
     affinity = getattr(os, "sched_getaffinity", None)
     number = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
@@ -99,15 +99,15 @@ def available_processors() -> int:
 
 
 class FileWorkers(Generic[T, R]):
-    """Calls a function for files. Within `command_line_processes`, worker processes do it.
+    """Calls a function for files, within `command_line_processes` in worker processes.
 
     Attributes:
-        processes: How many processes work; 1 is this one alone.
+        processes: How many processes work; 1 for this process alone.
 
     Args:
-        function: In worker processes, a pickle of it is called, which has no secrets: a process reads the secrets
-            of a configuration again. What cannot be pickled, such as a configuration with secrets that came from
-            a pipe, is called in this process.
+        function: It is pickled for worker processes. The pickle has no secrets: a process reads the secrets of a
+            configuration again. What cannot be pickled, such as a configuration with secrets from a pipe, is
+            called in this process.
         files: How many files there are.
         threads: How many files each process works on at a time.
         visible: Whether other processes see the same files.
@@ -128,9 +128,9 @@ class FileWorkers(Generic[T, R]):
             try:
                 with _tables_shared():
                     self._pickled = pickle.dumps(function)
-            # Whatever a plug-in or a file system raises.
+            # A plug-in or a file system may raise anything.
             except Exception as error:
-                _log.info("one process does all of the work, for what it needs cannot be pickled: %s", error)
+                _log.info("one process does all of the work, because its arguments cannot be pickled: %s", error)
                 self.processes = 1
 
     def __enter__(self) -> Self:
@@ -146,11 +146,11 @@ class FileWorkers(Generic[T, R]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for the calls that have begun, and end the processes."""
+        """Wait for calls that have begun, and end the processes."""
         if not self._is_broken:
             end(self._pool, [future for _, future in self._waiting])
             return
-        # A process that was just starting when another one was killed: the pool does not end it, and waits for it.
+        # The pool waits for a process that was starting when another one was killed, and does not end it.
         have_ended = threading.Event()
         terminating = threading.Thread(target=_terminate_until, args=(have_ended,), daemon=True)
         terminating.start()
@@ -161,19 +161,18 @@ class FileWorkers(Generic[T, R]):
             terminating.join()
 
     def outcomes(self, files: Iterable[T]) -> Iterator[tuple[T, R | Exception]]:
-        """Yield each file with what the function returns or raises, in the order of the files.
+        """Yield each file with the result or exception of the function, in the order of the files.
 
-        When Ctrl-C interrupts it, the files that were begun are yielded before the interruption is raised.
+        After Ctrl-C, files that were begun are yielded before `KeyboardInterrupt` is raised.
 
         Raises:
-            WorkerProcessEndedError: A process was killed; what it was doing is unknown. Or none can be started.
-            ConfigurationError: A process finds another configuration, or another environment.
+            WorkerProcessEndedError: A process was killed, or cannot be started.
+            ConfigurationError: A process finds another configuration or environment.
         """
         remaining = iter(files)
-        # Threads of this process find another file at once when they have finished one.
         at_once, tasks = 1, 2 * self._threads
         if self.processes > 1:
-            # Enough for all threads, and few enough that all processes end at about the same time.
+            # Enough for all threads, and so few that all processes end at about the same time.
             at_once = max(1, min(2 * self._threads, self._files // (2 * self.processes)))
             tasks = self.processes + 1
         try:
@@ -203,21 +202,21 @@ class FileWorkers(Generic[T, R]):
                 return self._pool.submit(_call, files)
         except OSError as error:
             if error.errno is None:
-                # Not of the system: the pool closed its pipe at this moment, because a process was killed.
+                # The pool closed its pipe just now, because a process was killed.
                 raise BrokenProcessPool(str(error)) from None
             raise WorkerProcessEndedError(
                 f"a worker process cannot be started: {error.strerror}.", hint="Use --processes 1."
             ) from None
 
     def _next(self) -> Iterator[tuple[T, R | Exception]]:
-        """Yield the results of the task that has waited longest."""
+        """Yield the results of the oldest task."""
         files, future = self._waiting[0]
         answer = future.result()
         self._waiting.popleft()
         yield from _taken(files, answer)
 
     def _begun(self) -> Iterator[tuple[T, R | Exception]]:
-        """Yield the results of all tasks that have begun, as far as there are any; the others are cancelled."""
+        """Yield the results of all tasks that have begun, and cancel the others."""
         for files, future in self._waiting:
             if not future.cancel() and future.exception() is None:
                 yield from _taken(files, future.result())
@@ -239,10 +238,9 @@ def _taken(files: list[T], answer: _Answer[R]) -> Iterator[tuple[T, R | Exceptio
 
 @contextlib.contextmanager
 def _starting_processes() -> Iterator[None]:
-    """Start processes in the block that inherit two things.
+    """Let processes that start in the block import nothing from the current folder, and ignore Ctrl-C.
 
-    They import nothing from the current folder, which may be anyone's data. And Ctrl-C is for their parent alone,
-    which lets them finish their files.
+    The current folder may be anyone's data. On Ctrl-C, the parent lets them finish their files.
     """
     former = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -280,7 +278,7 @@ def _tables_shared() -> Iterator[None]:
 
 
 def shared_with_workers(table: MutableMapping[K, V]) -> MutableMapping[K, V] | None:
-    """Return a dictionary with the same content that all processes of this command see, for `__reduce__`.
+    """Return a copy of a dictionary that all processes of this command share, for `__reduce__`.
 
     Returns:
         None if the pickle is not for worker processes.
@@ -302,7 +300,7 @@ def shared_with_workers(table: MutableMapping[K, V]) -> MutableMapping[K, V] | N
 
 @dataclass(frozen=True)
 class _Answer(Generic[R]):
-    """What became of the files of a task, and what was logged and warned of meanwhile."""
+    """The outcomes of the files of a task, and the log records and warnings meanwhile."""
 
     outcomes: list[R | Exception]
     records: Sequence[logging.LogRecord] = ()
@@ -310,19 +308,19 @@ class _Answer(Generic[R]):
 
 
 class _Said(list[Any]):
-    """What is logged or warned of, for the parent; in place of the queue of a `QueueHandler`."""
+    """Log records or warnings for the parent; serves a `QueueHandler` as its queue."""
 
     put_nowait = list.append
 
     def taken(self) -> list[Any]:
-        """Return what there is, and forget it."""
+        """Return and forget them."""
         said = self[:]
         self.clear()
         return said
 
 
 class _Worker:
-    """What a worker process has; it works on one task at a time."""
+    """The state of a worker process, which works on one task at a time."""
 
     function: Callable[[Any], Any]
     failure: KeytoolsError | None = None
@@ -332,9 +330,9 @@ class _Worker:
 
 
 def _begin(pickled: bytes, processes: int, threads: int, levels: Mapping[str, int]) -> None:
-    """Prepare a worker process. Nothing is raised, for the pool would print it."""
+    """Prepare a worker process; raise nothing, because the pool would print it."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # The parent alone writes answers.
+    # Only the parent writes answers.
     sys.stdout = sys.stderr
     SharedWork.processes = processes
     logging.getLogger().addHandler(QueueHandler(_Worker.records))  # type: ignore[arg-type]
@@ -347,13 +345,13 @@ def _begin(pickled: bytes, processes: int, threads: int, levels: Mapping[str, in
     except KeytoolsError as error:
         _Worker.failure = error
     except Exception as error:
-        # What others raise may quote what is secret.
+        # The texts of other exceptions may quote secrets.
         text = f"a worker process lacks what it needs: {type(error).__name__}."
         _Worker.failure = WorkerProcessEndedError(text, hint="Use --processes 1.")
 
 
 def _end_with_parent() -> None:
-    """End when the parent has ended, however that was. Files that are half written have no name yet."""
+    """End when the parent has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -379,7 +377,7 @@ def _outcome(function: Callable[[T], R], file: T) -> R | Exception:
 
 
 def _portable(outcome: Any) -> Any:
-    """Return an outcome as the parent can take it in: some exceptions of others do not come out of a pickle."""
+    """Return an outcome that the parent can unpickle: some exceptions of other packages cannot be."""
     if isinstance(outcome, Exception):
         try:
             pickle.loads(pickle.dumps(outcome))  # noqa: S301 - made here

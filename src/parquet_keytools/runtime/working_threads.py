@@ -1,7 +1,4 @@
-"""Threads that work on many things together, and have ended when their caller goes on.
-
-Callers close, rename or remove files afterwards: no thread may still write to them.
-"""
+"""Threads that have all ended when their caller goes on: callers then close, rename or remove files."""
 
 from __future__ import annotations
 
@@ -15,53 +12,52 @@ R = TypeVar("R")
 
 
 def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: int) -> None:
-    """Have threads work on items, of which each takes the next one by itself; after an error none takes another.
+    """Have threads work on items, each taking the next item itself; after an error no other item is taken.
 
-    Handing over each item and its result would take longer than much of the work that is done here.
+    To hand over each item and its result would take longer than many of the calls.
 
     Args:
-        work: Is called once by each thread, with an iterator over the items that this thread takes.
-        items: Are made as they are taken, by one thread at a time.
-        threads: How many threads work; the calling one is among them.
+        work: Called once by each thread, with an iterator over the items that this thread takes.
+        items: Made as they are taken, by one thread at a time.
+        threads: How many threads work, including the calling one.
 
     Raises:
-        BaseException: What was raised in the calling thread, else the first error of another one. No thread works
-            then.
+        BaseException: The exception of the calling thread, else the first error of another one. All threads have
+            ended then.
     """
     shared = _Shared(items)
+
+    def help_out() -> None:
+        try:
+            work(shared)
+        except BaseException:
+            shared.stop()
+            raise
+
     pool = ThreadPoolExecutor(max(threads - 1, 1), thread_name_prefix="parquet-keytools")
     futures: list[Future[None]] = []
     try:
         for _ in range(threads - 1):
-            futures.append(pool.submit(shared.help, work))
+            futures.append(pool.submit(help_out))
         work(shared)
         wait(futures)
     except BaseException:
         shared.stop()
         raise
     finally:
-        try:
-            end(pool, futures)
-        finally:
-            # Also for a thread of which `submit` was interrupted: its future is not among ours.
-            shared.wait_for_helpers()
+        end(pool, futures)
     for future in futures:
         future.result()
 
 
 def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
-    """Return what a function returns for each item, in their order; after an error it is called for no other one.
+    """Return the results of a function for items, in their order; after an error it is called for no other item.
 
-    The calling thread only waits: no signal, such as of Ctrl-C, interrupts a call that was begun.
-
-    Args:
-        function: Is called by several threads.
-        items: What it is called with.
-        threads: How many threads work, at most.
+    The calling thread only waits, so that no signal, such as Ctrl-C, interrupts a call.
 
     Raises:
-        BaseException: What interrupted the calling thread, else the error for the first item that has one. No
-            thread works then.
+        BaseException: What interrupted the calling thread, else the error of the first item that failed. All
+            threads have ended then.
     """
     caller = threading.get_ident()
     results: dict[int, R] = {}
@@ -88,11 +84,7 @@ def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> 
 
 
 def end(pool: Executor, futures: Collection[Future[Any]]) -> None:
-    """Let a pool begin no other call, and wait for the calls that it has begun, also when interrupted.
-
-    Args:
-        pool: The pool.
-        futures: All calls that may be left.
+    """Cancel the calls of a pool that have not begun, and wait for the others, even when interrupted.
 
     Raises:
         KeyboardInterrupt: The wait was interrupted; the calls have ended all the same.
@@ -103,7 +95,7 @@ def end(pool: Executor, futures: Collection[Future[Any]]) -> None:
         try:
             for future in futures:
                 future.cancel()
-            # Not for threads: up to Python 3.12, a thread whose `join` was interrupted counts as ended.
+            # Not for the threads: up to Python 3.12, a thread whose `join` was interrupted counts as ended.
             wait([future for future in futures if not future.cancelled()])
             have_ended = True
         except KeyboardInterrupt as error:
@@ -114,14 +106,12 @@ def end(pool: Executor, futures: Collection[Future[Any]]) -> None:
 
 
 class _Shared(Iterator[T]):
-    """The items that are left, until it is stopped."""
+    """The remaining items, until it is stopped."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._is_stopped = False
         self._items = iter(items)
         self._lock = threading.Lock()
-        self._helpers = 0
-        self._helper_ended = threading.Condition()
 
     def __next__(self) -> T:
         with self._lock:
@@ -130,40 +120,5 @@ class _Shared(Iterator[T]):
             return next(self._items)
 
     def stop(self) -> None:
-        """Let no thread take another item, and no thread begin."""
-        with self._helper_ended:
-            self._is_stopped = True
-
-    def help(self, work: Callable[[Iterator[T]], None]) -> None:
-        """Work in this thread."""
-        with self._helper_ended:
-            if self._is_stopped:
-                return
-            self._helpers += 1
-        try:
-            work(self)
-        except BaseException:
-            self.stop()
-            raise
-        finally:
-            with self._helper_ended:
-                self._helpers -= 1
-                self._helper_ended.notify_all()
-
-    def wait_for_helpers(self) -> None:
-        """Wait until no thread works, also when interrupted.
-
-        Raises:
-            KeyboardInterrupt: The wait was interrupted; the threads have ended all the same.
-        """
-        interruption: KeyboardInterrupt | None = None
-        have_ended = False
-        while not have_ended:
-            try:
-                with self._helper_ended:
-                    self._helper_ended.wait_for(lambda: not self._helpers)
-                have_ended = True
-            except KeyboardInterrupt as error:
-                interruption = error
-        if interruption is not None:
-            raise interruption
+        """Let no thread take another item."""
+        self._is_stopped = True

@@ -1,4 +1,4 @@
-"""Files of web servers, read by ranges: `https://host/file.parquet`. Nothing is listed or written there."""
+"""Files of web servers, read by ranges: `https://host/file.parquet`. Web servers list and write nothing."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.format.byte_ranges import RangedFile
 from parquet_keytools.runtime.endings import share_with_arrow
-from parquet_keytools.storage.printable import shown_url
+from parquet_keytools.runtime.presentation import shown_url
 
 _TIMEOUT_SECONDS = 60
 _CONTENT_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
 _MAX_WHOLE_BYTES = 1 << 30
-"""Longer files are read by ranges only."""
+"""The longest file that is read from a server that does not support ranges."""
 
 
 def _error(number: int, text: str, url: str) -> OSError:
-    """Return an error with the address in its text: Arrow drops the name of a file."""
+    """Return an error with the address in its text, because Arrow drops the name of a file."""
     return OSError(number, f"{shown_url(url)}: {text}")
 
 
 class HttpHandler(pafs.FileSystemHandler):  # type: ignore[misc]
-    """Serves files of web servers; their paths are whole addresses."""
+    """Files of web servers, whose paths are complete addresses."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HttpHandler)
@@ -48,7 +48,7 @@ class HttpHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         return path
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
-        """Return what servers say of some files."""
+        """Return the sizes of files."""
         infos = []
         for path in paths:
             try:
@@ -77,14 +77,14 @@ class HttpHandler(pafs.FileSystemHandler):  # type: ignore[misc]
 
 
 class _WebFile(RangedFile):
-    """A file on a web server; of a server that sends no ranges, all of it in memory."""
+    """A file on a web server, held in memory if the server does not support ranges."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
         share_with_arrow(self)
         self._url = url
         self._whole: bytes | None = None
-        # Servers that sign addresses sign them for GET, and not for HEAD.
+        # Signed addresses are for GET, and not for HEAD.
         with _opened(url, 0, 0) as answer:
             found = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
             if answer.status == 206 and found:
@@ -92,7 +92,7 @@ class _WebFile(RangedFile):
                 return
             self._whole = _read(url, answer, _MAX_WHOLE_BYTES + 1)
         if len(self._whole) > _MAX_WHOLE_BYTES:
-            raise _error(errno.ENOTSUP, "the server sends no ranges of this long file", url)
+            raise _error(errno.ENOTSUP, "the file is too long for a server that does not support ranges", url)
         self.size_bytes = len(self._whole)
 
     def read_at(self, offset: int, length: int) -> bytes:
@@ -103,7 +103,7 @@ class _WebFile(RangedFile):
             return self._whole[offset : offset + length]
         with _opened(self._url, offset, offset + length - 1) as answer:
             if answer.status != 206:
-                raise _error(errno.EIO, "the server sends no range any more", self._url)
+                raise _error(errno.EIO, "the server does not support ranges any more", self._url)
             return _read(self._url, answer, length)
 
 
@@ -111,14 +111,14 @@ class _SaferRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> urllib.request.Request | None:
-        """Follow to another address, unless that drops the protection of the transport."""
+        """Follow a redirect, unless it leads from HTTPS to HTTP."""
         if req.full_url.lower().startswith("https:") and not newurl.lower().startswith("https:"):
             raise _error(errno.EPERM, "the server redirects to an address without TLS", req.full_url)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _opened(url: str, first: int, last: int) -> Any:
-    # Its scheme was looked at: see `is_url`.
+    # Its scheme was checked by `is_url`.
     request = urllib.request.Request(  # noqa: S310
         url, headers={"Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
     )
@@ -137,7 +137,7 @@ def _opened(url: str, first: int, last: int) -> Any:
         raise _error(errno.EIO, f"the server could not be reached: {error.reason}", url) from None
     except (HTTPException, ValueError) as error:
         # Its text may quote the address.
-        raise _error(errno.EIO, f"the server could not be asked ({type(error).__name__})", url) from None
+        raise _error(errno.EIO, f"the request failed ({type(error).__name__})", url) from None
 
 
 def _read(url: str, answer: Any, length: int) -> bytes:

@@ -1,63 +1,128 @@
-"""Local folders and the files in them: renames, attributes of another file, removal.
+"""Local folders and the files in them: what fails there, attributes, locks, and temporary files.
 
-On POSIX systems all is done by descriptor of the folder, for a path may lead elsewhere by now.
+On POSIX systems, everything is done by descriptor of the folder, because a path may lead elsewhere by now.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
+import hashlib
+import logging
 import os
+import re
+import secrets
+import socket
 import stat
-from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Self
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Self
 
-from parquet_keytools.errors import OutputError
+from parquet_keytools.errors import OutputError, StorageFailedError
 from parquet_keytools.runtime import operating_system
+from parquet_keytools.runtime.fork_safety import OwnerProcess
 from parquet_keytools.storage.locations import FileLocation
+
+_log = logging.getLogger(__name__)
+
+# --- failures ---
+
+
+_HINTS = {
+    errno.ENOSPC: "Make space, then repeat the command.",
+    errno.EDQUOT: "Make space within the quota, then repeat the command.",
+    errno.EROFS: "Have the file system mounted for writing, then repeat the command.",
+    errno.EMFILE: "Raise the limit of open files (`ulimit -n`), then repeat the command.",
+    errno.ENFILE: "Close other programs, or raise the system's limit of open files, then repeat the command.",
+    errno.ENOMEM: "Free memory, then repeat the command.",
+}
+
+_listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar(
+    "parquet_keytools_left_behind", default=None
+)
+
+
+def storage_failure(error: BaseException, path: object) -> StorageFailedError | None:
+    """Return the error that ends a run, if other files would fail, too; None if only this file failed."""
+    if isinstance(error, StorageFailedError):
+        return error
+    if not isinstance(error, OSError) or error.errno not in _HINTS:
+        return None
+    return _failed(error.errno, path, _HINTS[error.errno])
+
+
+def _failed(error_number: int, path: object, hint: str) -> StorageFailedError:
+    reason = os.strerror(error_number).lower()
+    return StorageFailedError(f"{path} cannot be written: {reason}.", error_number=error_number, hint=hint)
+
+
+@contextlib.contextmanager
+def failing_as_output(target: object, *, only_writing: bool = False) -> Iterator[None]:
+    """Turn failures of the storage into errors that name the output.
+
+    Args:
+        target: The output.
+        only_writing: Whether nothing is read in the block, so that an I/O error concerns the output.
+
+    Raises:
+        StorageFailedError: The storage is full, read-only, or broken.
+        OutputError: The file would be larger than it may be.
+    """
+    found: OutputError | None
+    try:
+        yield
+    except OSError as error:
+        found = storage_failure(error, target)
+        if error.errno == errno.EFBIG:
+            found = OutputError(f"{target} cannot be written: file too large.", hint="Raise the limit.")
+        elif only_writing and error.errno == errno.EIO:
+            found = _failed(errno.EIO, target, "Check the disk, then repeat the command.")
+        if found is None:
+            raise
+    else:
+        return
+    raise found
+
+
+def refuse_in_child(owner: OwnerProcess, target: object) -> None:
+    """Refuse to write in a forked child: parent and child would write into the same file.
+
+    Raises:
+        OutputError: This is not the process that began the file.
+    """
+    if not owner.is_here:
+        raise OutputError(
+            f"{target} is not written by this process: the one from which it was forked has opened it.",
+            hint="Open files in the process that writes them.",
+        )
+
+
+@contextlib.contextmanager
+def naming_left_behind(listener: Callable[[str], None]) -> Iterator[None]:
+    """Report files left behind within the block, also by threads that run in a copy of its context."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def warn_left_behind(log: logging.Logger, text: str, *, is_logged: bool = True) -> None:
+    """Report a file left behind: what it is, why it stays, and what to do; also in the log if `is_logged`."""
+    if is_logged:
+        log.warning("%s", text)
+    listener = _listener.get()
+    if listener is not None:
+        listener(text)
+
+
+# --- folders, and attributes of files ---
 
 _ACCESS_LISTS = "system.posix_acl_"
 _HADOOP_CHECKSUMS_MAGIC = b"crc\x00"
-
-
-def may_give_attributes(file: os.stat_result, folder: os.stat_result) -> bool:
-    """Return whether a file was put there by somebody who may say who reads what replaces it.
-
-    In a folder that all may write to, anybody can have put a file of this name there beforehand.
-    """
-    if not stat.S_ISREG(file.st_mode):
-        return False
-    return not folder.st_mode & stat.S_IWOTH or file.st_uid == operating_system.own_user_id()
-
-
-def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
-    """Give a new file owner, mode and access list of an old one, as far as this user may.
-
-    Where the access list cannot be copied, the group loses its permissions: with an access list, the group bits of
-    the mode are the most that anyone in the list has, and not what the group has.
-
-    Args:
-        new: File descriptor of the new file.
-        old: File descriptor of the old file.
-        all_attributes: Whether the new file is the same one to its users, so that all extended attributes hold.
-    """
-    found = os.fstat(old)
-    mode = stat.S_IMODE(found.st_mode) & 0o777
-    try:
-        operating_system.change_owner(new, found.st_uid, found.st_gid)
-    except OSError:
-        try:
-            # Who may not give files away may still give them to a group of his own, whose members read them.
-            operating_system.change_owner(new, -1, found.st_gid)
-        except OSError:
-            # What the old group was allowed is nothing for another one.
-            mode = mode & ~0o070 | ((mode & 0o007) << 3)
-    lost = operating_system.copy_attributes(new, old, lambda n: all_attributes or n.startswith(_ACCESS_LISTS))
-    if any(name.startswith(_ACCESS_LISTS) for name in lost):
-        mode &= ~0o070
-    operating_system.change_mode(new, mode)
-
 
 FolderIdentity = tuple[int, int]
 """Device and inode: a path may lead to another folder by now."""
@@ -70,10 +135,10 @@ def identity_of_folder(path: str) -> FolderIdentity:
 
 
 class Folder:
-    """An open folder, and what is done with names in it; links are never followed.
+    """An open folder, and operations on names in it; links are never followed.
 
-    On POSIX systems names are looked up in the folder that was opened. Windows has no such calls: there each is
-    by path, and a folder whose path leads elsewhere meanwhile is not noticed.
+    POSIX systems look names up in the folder that was opened. On Windows each operation is by path, and a folder
+    whose path leads elsewhere meanwhile is not detected.
 
     Attributes:
         path: Its path when it was opened.
@@ -103,7 +168,7 @@ class Folder:
             os.close(self.descriptor)
 
     def status(self) -> os.stat_result:
-        """Return what the system says of the folder."""
+        """Return the status of the folder itself."""
         return os.stat(self.path if self.descriptor is None else self.descriptor)  # noqa: PTH116
 
     def identity(self) -> FolderIdentity:
@@ -116,7 +181,7 @@ class Folder:
         return os.listdir(self.path if self.descriptor is None else self.descriptor)  # noqa: PTH208
 
     def look(self, name: str) -> os.stat_result:
-        """Return what the system says of a name in it."""
+        """Return the status of a name in it."""
         return os.stat(self._place(name), dir_fd=self.descriptor, follow_symlinks=False)
 
     def open(self, name: str, flags: int, mode: int = 0o600) -> int:
@@ -129,20 +194,20 @@ class Folder:
         os.unlink(self._place(name), dir_fd=self.descriptor)
 
     def replace(self, name: str, new_name: str) -> None:
-        """Give a file another name, in place of what has that."""
+        """Rename a file, in place of a file of the new name."""
         os.replace(
             self._place(name), self._place(new_name), src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor
         )
 
     def link(self, name: str, new_name: str) -> None:
-        """Give a file a second name, if nothing has that."""
+        """Give a file a second name, which must be free."""
         if self.descriptor is None:
             os.link(self._place(name), self._place(new_name))
         else:
             os.link(name, new_name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor, follow_symlinks=False)
 
     def sync(self) -> None:
-        """Bring to the disk which names it has. Windows keeps that in the journal of its file system."""
+        """Sync its names to the disk; Windows keeps them in the journal of its file system."""
         if self.descriptor is not None:
             operating_system.sync(self.descriptor)
 
@@ -152,7 +217,7 @@ class Folder:
 
 def state_of_local(path: str) -> tuple[int, ...]:
     """Return what changes when a file is replaced or written to, whatever its times are set to; follows links."""
-    found = os.stat(path)  # noqa: PTH116 - one call, and no object for each of a million files
+    found = os.stat(path)  # noqa: PTH116 - no object for each of a million files
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
@@ -161,28 +226,51 @@ def folder_moved(target: object) -> OutputError:
     return OutputError(f"the folder of {target} was moved or replaced meanwhile.", hint="Try again.")
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What one look at a file says of it, and what a rename does not change."""
+def may_give_attributes(file: os.stat_result, folder: os.stat_result) -> bool:
+    """Return whether the owner of a file may decide who reads the file that replaces it.
 
-    device: int
-    inode: int
-    size_bytes: int
-    changed_ns: int
+    In a folder to which everyone may write, anyone can have put a file of this name there beforehand.
+    """
+    if not stat.S_ISREG(file.st_mode):
+        return False
+    return not folder.st_mode & stat.S_IWOTH or file.st_uid == operating_system.own_user_id()
 
-    @classmethod
-    def of(cls, found: os.stat_result) -> Identity:
-        """Return that of a file that was looked at."""
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
+    """Give a new file owner, mode and access list of an old one, as far as this user may.
+
+    Where the access list cannot be copied, the group loses its permissions: with an access list, the group bits of
+    the mode are the most that anyone in the list has, and not what the group has.
+
+    Args:
+        new: File descriptor of the new file.
+        old: File descriptor of the old file.
+        all_attributes: Whether all extended attributes are copied: the new file is a version of the old one.
+    """
+    found = os.fstat(old)
+    mode = stat.S_IMODE(found.st_mode) & 0o777
+    try:
+        operating_system.change_owner(new, found.st_uid, found.st_gid)
+    except OSError:
+        try:
+            # A user who may not give files away may still give them to a group of their own.
+            operating_system.change_owner(new, -1, found.st_gid)
+        except OSError:
+            # The permissions of the old group are not for another group.
+            mode = mode & ~0o070 | ((mode & 0o007) << 3)
+    lost = operating_system.copy_attributes(new, old, lambda n: all_attributes or n.startswith(_ACCESS_LISTS))
+    if any(name.startswith(_ACCESS_LISTS) for name in lost):
+        mode &= ~0o070
+    operating_system.change_mode(new, mode)
 
 
 def remove_hadoop_checksums(folder: Folder, target: str) -> None:
-    """Remove the checksums that Hadoop keeps beside a local file: Spark would refuse what takes the file's place.
+    """Remove the checksums that Hadoop keeps beside a local file, before the file is replaced.
 
-    Before it does so, for without checksums Hadoop reads both the old file and the new one.
+    Spark would refuse the new file with the old checksums; without checksums it reads both.
     """
     name = f".{target}.crc"
-    with contextlib.suppress(FileNotFoundError, OSError):
+    with contextlib.suppress(OSError):
         file = folder.open(name, os.O_RDONLY)
         try:
             is_hadoops = (
@@ -196,7 +284,7 @@ def remove_hadoop_checksums(folder: Folder, target: str) -> None:
 
 
 def remove_beneath(base: FileLocation, folder: FolderIdentity, location: FileLocation) -> None:
-    """Remove a local file from a data set, by descriptor of its folder; what a link leads to is not removed.
+    """Remove a local file from a data set, by descriptor of its folder and without following links.
 
     Raises:
         OutputError: The base is another folder, or a folder between it and the file is a link.
@@ -221,14 +309,10 @@ def remove_beneath(base: FileLocation, folder: FolderIdentity, location: FileLoc
 
 
 def remove_from_folder(location: FileLocation, folder: FolderIdentity | None) -> None:
-    """Remove a file, if its folder is still the same one.
-
-    Args:
-        location: The file.
-        folder: Device and inode of its folder; None where there are none.
+    """Remove a file if its folder, by device and inode, is still the same; None stands for any folder.
 
     Raises:
-        OutputError: The folder is another one: what has this name there is another file.
+        OutputError: The folder is another one: its file of this name is another file.
         FileNotFoundError: There is no such file.
         OSError: The file system failed.
     """
@@ -237,3 +321,295 @@ def remove_from_folder(location: FileLocation, folder: FolderIdentity | None) ->
     else:
         base = FileLocation(location.filesystem, str(PurePosixPath(location.path).parent))
         remove_beneath(base, folder, location)
+
+
+# --- locks on folders ---
+
+# Anyone who may read a folder could hold a lock on the folder itself for ever. So the lock is on a file in it,
+# which only users who may write to the folder may open. It is removed with the lock. A killed process leaves it
+# unlocked.
+
+FOREIGN_LOCK_SECONDS = 60.0
+"""How long to wait for a lock file that this user may not open: its owner may be dead."""
+
+LOCK_NAME = ".parquet-keytools.lock"
+"""Name of the lock file; where everyone may write, each user has one, with the user's number in its name."""
+
+_LOCK_NAME = re.compile(r"\.parquet-keytools(\.[0-9]+)?\.lock")
+_POLL_SECONDS = 0.1
+
+
+@contextlib.contextmanager
+def exclusive_folder(target: FileLocation) -> Iterator[None]:
+    """Lock the folder of a local file against other users of this function, while files in it are replaced.
+
+    Raises:
+        OutputError: The lock cannot be trusted, or belongs to another user.
+        OSError: The file system failed.
+    """
+    if not target.is_local:
+        yield
+        return
+    path = str(PurePosixPath(target.path).parent)
+    if not operating_system.POSIX:
+        with operating_system.locked_path(f"{path}/{LOCK_NAME}"):
+            yield
+        return
+    with Folder(path) as folder:
+        name, lock = _locked(folder)
+        try:
+            yield
+        finally:
+            # Removed while it is locked: waiting processes see that it is gone, and make another one.
+            with contextlib.suppress(OSError):
+                folder.unlink(name)
+            os.close(lock)
+
+
+def _locked(folder: Folder) -> tuple[str, int]:
+    """Return name and file descriptor of the lock file, locked."""
+    found = folder.status()
+    name, mode = _name_and_mode(found)
+    deadline = time.monotonic() + FOREIGN_LOCK_SECONDS
+    while True:
+        _remove_foreign(folder, found, name)
+        try:
+            lock = _open_lock(folder, found, name, mode)
+        except FileExistsError:
+            continue
+        except PermissionError:
+            if name not in folder.names():
+                raise  # The folder may not be written to.
+            if time.monotonic() > deadline:
+                raise _not_ours(folder, name, "belongs to another user, and this one may not open it") from None
+            time.sleep(_POLL_SECONDS)
+            continue
+        except OSError as error:
+            if error.errno not in operating_system.NOT_A_FILE:
+                raise
+            raise _not_ours(folder, name, "is not a regular file") from None
+        try:
+            status = os.fstat(lock)
+            if not stat.S_ISREG(status.st_mode):
+                raise _not_ours(folder, name, "is not a regular file")
+            if _is_foreign(found, status):
+                pass  # Another user put it there just now.
+            elif stat.S_IMODE(status.st_mode) & ~mode & 0o077:
+                folder.unlink(name)  # Others could hold it for ever.
+            else:
+                if not operating_system.try_lock(lock):
+                    _log.info("waiting for another process that holds the lock %s/%s", folder.path, name)
+                    operating_system.wait_for_lock(lock)
+                if os.path.samestat(folder.look(name), os.fstat(lock)):
+                    return name, lock
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _name_and_mode(folder: os.stat_result) -> tuple[str, int]:
+    if folder.st_mode & stat.S_IWOTH:
+        stem, _, suffix = LOCK_NAME.rpartition(".")
+        return f"{stem}.{operating_system.own_user_id()}.{suffix}", 0o600
+    # Users who may write to the folder may read and write the lock, and no other user.
+    writers = folder.st_mode & stat.S_IWGRP
+    return LOCK_NAME, 0o600 | writers | writers << 1
+
+
+def _is_foreign(folder: os.stat_result, lock: os.stat_result) -> bool:
+    """Return whether a lock belongs to a user who may not keep others out of the folder."""
+    if folder.st_mode & stat.S_IWOTH:
+        return lock.st_uid != operating_system.own_user_id()
+    if folder.st_mode & stat.S_IWGRP:
+        return False
+    return lock.st_uid not in (folder.st_uid, operating_system.own_user_id(), 0)
+
+
+def _remove_foreign(folder: Folder, folder_found: os.stat_result, name: str) -> None:
+    """Remove a lock of another user, who could hold it for ever.
+
+    Raises:
+        OutputError: It cannot be removed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if _is_foreign(folder_found, folder.look(name)):
+            try:
+                folder.unlink(name)
+            except (PermissionError, IsADirectoryError):
+                raise _not_ours(folder, name, "was put there by another user") from None
+
+
+def _open_lock(folder: Folder, folder_found: os.stat_result, name: str, mode: int) -> int:
+    try:
+        return folder.open(name, os.O_RDWR)
+    except FileNotFoundError:
+        pass
+    lock = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    # Other writers must be able to open a lock that a dead process of this user left.
+    with contextlib.suppress(OSError):
+        owner = folder_found.st_uid if operating_system.own_user_id() == 0 else -1
+        operating_system.change_owner(lock, owner, folder_found.st_gid)
+    if os.fstat(lock).st_gid == folder_found.st_gid:
+        with contextlib.suppress(OSError):
+            operating_system.change_mode(lock, mode)
+    return lock
+
+
+def _not_ours(folder: Folder, name: str, why: str) -> OutputError:
+    return OutputError(
+        f"{folder.path}: its lock {name} {why}.",
+        hint="Remove that file, if no process of parquet-keytools writes there.",
+    )
+
+
+def written_meanwhile(target: FileLocation) -> OutputError:
+    """Return the error for a target that did not exist when its replacement was begun."""
+    return OutputError(f"{target} was written by another process meanwhile.", hint="Try again.")
+
+
+# --- temporary files ---
+
+# A lock ends with its process. So the next writer in a folder removes temporary files that are not locked, and
+# never a file that is being written. Where locks say nothing, the age of a file decides: on object stores, on
+# Windows, on file systems without locks, and for files of other machines, whose locks may not be visible here.
+
+DEAD_AFTER_SECONDS = 24 * 3600.0
+"""The age at which a temporary file without a meaningful lock counts as left over."""
+
+_MOST_BYTES_OF_NAME = 140
+_NO_LOCK = "0" * 8
+_NAME = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{12}-(?P<machine>[0-9a-f]{8})\.tmp", re.DOTALL)
+
+
+class TemporaryName(NamedTuple):
+    """The content of the name of a temporary file.
+
+    Attributes:
+        target: Name of the file that it will be, or a digest of a long name.
+        is_locked_here: Whether its writer is on this machine and holds a lock on it.
+    """
+
+    target: str
+    is_locked_here: bool
+
+
+def temporary_name(target: str, *, is_locked: bool = True) -> str:
+    """Return a new name for a temporary file beside a target, which its writer locks.
+
+    It starts with a dot, so readers of data sets skip it.
+    """
+    encoded = os.fsencode(target)
+    # The operating system takes 255 bytes.
+    stem = target if len(encoded) <= _MOST_BYTES_OF_NAME else hashlib.sha256(encoded).hexdigest()
+    return f".{stem}.{secrets.token_hex(6)}-{_machine() if is_locked else _NO_LOCK}.tmp"
+
+
+def parse_temporary_name(name: str) -> TemporaryName | None:
+    """Return the content of a name; None if it is not the name of a temporary file of this package."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else TemporaryName(found["target"], found["machine"] == _machine())
+
+
+@lru_cache(maxsize=1)
+def _machine() -> str:
+    """Return a digest that processes share if they see each other's locks."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    return hashlib.sha256(boot.encode()).hexdigest()[:8]
+
+
+class OccasionalScan:
+    """Limits scans of a folder to a twentieth of the time."""
+
+    def __init__(self) -> None:
+        self._next: dict[object, float] = {}
+
+    def is_due(self, folder: object) -> bool:
+        """Return whether the folder is to be scanned now."""
+        return time.monotonic() >= self._next.get(folder, 0.0)
+
+    def done(self, folder: object, seconds: float) -> None:
+        """Note how long a scan took."""
+        if len(self._next) > 4096:
+            self._next.clear()
+        self._next[folder] = time.monotonic() + 20 * seconds
+
+
+SCANS = OccasionalScan()
+
+
+def without_leftovers(locations: Iterable[FileLocation]) -> Iterator[FileLocation]:
+    """Yield files, and remove what killed processes left in their folders."""
+    folders: set[str] = set()
+    for location in locations:
+        if location.is_local:
+            # A file is replaced where its link leads.
+            for path in {location.path, os.path.realpath(location.path)}:
+                folder = str(Path(path).parent)
+                if folder not in folders:
+                    folders.add(folder)
+                    with contextlib.suppress(OSError), Folder(folder) as opened:
+                        remove_leftovers(opened)
+        yield location
+
+
+def remove_leftovers(folder: Folder) -> None:
+    """Remove temporary files of this user that no process writes any more.
+
+    What cannot be looked at or removed stays.
+    """
+    with contextlib.suppress(OSError):
+        found = folder.status()
+        key = found.st_dev, found.st_ino
+        if not SCANS.is_due(key):
+            return
+        started = time.monotonic()
+        for name in folder.names():
+            if not name.startswith("."):
+                continue
+            with contextlib.suppress(OSError):
+                if _LOCK_NAME.fullmatch(name):
+                    _remove_unlocked(folder, name)
+                elif (parsed := parse_temporary_name(name)) is not None:
+                    _remove(folder, found, name, parsed)
+        SCANS.done(key, time.monotonic() - started)
+
+
+def _remove_unlocked(folder: Folder, name: str, flags: int = os.O_RDWR) -> None:
+    """Remove a file that no process has locked."""
+    if not operating_system.POSIX:
+        # Windows refuses as long as the file is open.
+        folder.unlink(name)
+        return
+    file = folder.open(name, flags)
+    try:
+        if operating_system.try_lock(file):
+            status = os.fstat(file)
+            if stat.S_ISREG(status.st_mode) and os.path.samestat(folder.look(name), status):
+                folder.unlink(name)
+    finally:
+        os.close(file)
+
+
+def _remove(folder: Folder, folder_found: os.stat_result, name: str, parsed: TemporaryName) -> None:
+    found = folder.look(name)
+    if not stat.S_ISREG(found.st_mode):
+        return
+    owners = {operating_system.own_user_id()}
+    if operating_system.own_user_id() == 0:
+        # When running as root, a new file gets the owner of the old one before it is in its place.
+        owners.add(folder_found.st_uid)
+        with contextlib.suppress(FileNotFoundError):
+            owners.add(folder.look(parsed.target).st_uid)
+    if found.st_uid not in owners:
+        return
+    if parsed.is_locked_here:
+        # It already has the mode of the file that it was to replace, which may be read-only.
+        _remove_unlocked(folder, name, os.O_RDWR if found.st_mode & stat.S_IWUSR else os.O_RDONLY)
+    elif time.time() - found.st_mtime > DEAD_AFTER_SECONDS:
+        folder.unlink(name)

@@ -18,8 +18,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.runtime.presentation import expanded, install_hint
-from parquet_keytools.storage.printable import is_url, shown_url
+from parquet_keytools.runtime.presentation import expanded, install_hint, is_url, shown_url
 
 PathLike = str | os.PathLike[str]
 
@@ -27,10 +26,7 @@ PathOrPaths = PathLike | Sequence[PathLike]
 """A file, a folder, a glob such as `data/year=*/*.parquet`, or a list of these."""
 
 OBJECT_STORES = ("s3", "gcs", "abfs")
-"""File systems of Arrow that have no folders: to create one would leave an empty object with its name.
-
-Their paths begin with a bucket, and take no slash before it.
-"""
+"""File systems of Arrow without folders; their paths begin with a bucket, without a slash."""
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _GLOB = re.compile(r"[*?[]")
@@ -41,9 +37,9 @@ class FileLocation:
     """A file or folder on a file system.
 
     Attributes:
-        filesystem: Where it lies.
+        filesystem: Its file system.
         path: Its path there.
-        only: Paths within this folder, or globs: nothing else in it is meant. Empty for all of it, and for a file.
+        only: Paths or globs that select entries of this folder; empty for the whole folder, and for a file.
         makes_folders: Whether writing a local file creates its folders (`auto_mkdir` of fsspec).
     """
 
@@ -58,8 +54,8 @@ class FileLocation:
 
         Args:
             path: A path, a URI such as `s3://bucket/key` (then without `filesystem`), or a location.
-            filesystem: A `pyarrow.fs` or fsspec file system, or the URI of a folder, at which paths begin; None is
-                the local one.
+            filesystem: A `pyarrow.fs` or fsspec file system, or the URI of a folder, at which paths begin; None
+                for the local file system.
 
         Raises:
             ValueError: It is a URI that neither pyarrow nor fsspec opens.
@@ -68,7 +64,7 @@ class FileLocation:
             return path
         text = os.fspath(path)
         if filesystem is None and is_url(text):
-            # Only now: what it imports takes time.
+            # Imported here because it takes time.
             from parquet_keytools.storage.http_files import HttpHandler
 
             return cls(pafs.PyFileSystem(HttpHandler()), text)
@@ -81,7 +77,7 @@ class FileLocation:
         makes_folders = False
         fsspec = fsspec_of(filesystem)
         if fsspec is not None:
-            # The form in which fsspec lists paths: names that differ would be taken for different files.
+            # The form in which fsspec lists paths: other forms would be taken for different files.
             text = str(fsspec._strip_protocol(text))
             if _is_local(fsspec):
                 filesystem = pafs.LocalFileSystem()
@@ -92,9 +88,9 @@ class FileLocation:
 
     @classmethod
     def resolve_all(cls, paths: PathOrPaths | FileLocation, filesystem: Any = None) -> FileLocation:
-        """Find a file or a folder, or what a glob or a list of files, folders and globs names.
+        """Find a file, a folder, the matches of a glob, or a list of files, folders and globs.
 
-        A name that is there is no glob, whatever it looks like. `*` and `?` stand for parts of one name, `**` for
+        The name of an existing file or folder is never a glob. `*` and `?` stand for parts of one name, `**` for
         any number of folders.
 
         Args:
@@ -102,7 +98,7 @@ class FileLocation:
             filesystem: As with `resolve`.
 
         Returns:
-            The one file or folder; or the folder that all lie in, with what is meant in `only`.
+            The file or folder; or the folder that contains all of them, with their paths in `only`.
 
         Raises:
             TypeError: It is neither a path nor a list of paths.
@@ -119,10 +115,10 @@ class FileLocation:
             location.path for location in found if not location.only
         ]
         folders = [name.partition("?")[0].split("/")[:-1] for name in names]
-        # That of all is that of the first and the last; of names, not of characters.
+        # The common folder of all is the common folder of the first and the last.
         ends = zip(min(folders), max(folders), strict=False)
         common = [name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends)]
-        # Of an address, scheme and host alone are no folder.
+        # Scheme and host of an address are not a folder.
         folder = "" if is_url(names[0]) and len(common) < 3 else "/".join(common)
         if not folder and names[0].startswith("/"):
             folder = "/"
@@ -130,7 +126,7 @@ class FileLocation:
         return cls(found[0].filesystem, folder, tuple(dict.fromkeys(name[skipped:] for name in names)))
 
     def _as_glob(self) -> FileLocation:
-        """Return the folder that a glob begins with, and the rest of it, if this is a glob."""
+        """Split a glob into its leading folder and the rest; return anything else as it is."""
         if self.only or is_url(self.path) or not _GLOB.search(self.path):
             return self
         if self.info().type != pafs.FileType.NotFound:
@@ -141,7 +137,7 @@ class FileLocation:
         return FileLocation(self.filesystem, folder, ("/".join(parts[first:]),))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A file system that is made again for each file would connect again for each.
+        # Files of one file system share one connection when they are unpickled.
         return _restored, (pickle.dumps(self.filesystem), self.path, self.only, self.makes_folders)
 
     @property
@@ -151,7 +147,7 @@ class FileLocation:
 
     @property
     def is_for_all_processes(self) -> bool:
-        """Whether other processes surely see the same files: one of Python may have them in this one's memory."""
+        """Whether other processes certainly see the same files: file systems of Python may be in memory."""
         if not isinstance(self.filesystem, pafs.PyFileSystem):
             return bool(self.filesystem.type_name != "mock")
         below = fsspec_of(self.filesystem)
@@ -159,7 +155,7 @@ class FileLocation:
 
     @property
     def is_in_s3(self) -> bool:
-        """Whether it lies in S3, or a store that speaks its protocol, by way of Arrow's own file system."""
+        """Whether it is in S3, or a compatible store, through Arrow's own file system."""
         return str(self.filesystem.type_name) == "s3"
 
     @property
@@ -181,18 +177,18 @@ class FileLocation:
         return replace(self, path=str(PurePosixPath(self.path) / name), only=())
 
     def below(self, path: str) -> FileLocation:
-        """Return the location of a path within this folder, or of an address, which lies in none."""
+        """Return the location of a path within this folder, or of an address, which has no folder."""
         return FileLocation(self.filesystem, f"{self.path.rstrip('/')}/{path}" if self.path else path)
 
     def path_within(self, folder: FileLocation) -> str:
-        """Return the path of a file from a folder on; without what an address is signed with."""
+        """Return the path of a file relative to a folder, without the signature of an address."""
         path = self.path.partition("?")[0] if is_url(self.path) else self.path
         return path[len(folder.path) :].lstrip("/")
 
     def info(self) -> pafs.FileInfo:
-        """Return what the file system says of it."""
+        """Return its type, size and time."""
         if self.only and (not self.path or is_url(self.path)):
-            # Nobody lists it, or has to.
+            # It is never listed.
             return pafs.FileInfo(self.path, pafs.FileType.Directory)
         if self.is_local:
             try:
@@ -200,15 +196,15 @@ class FileLocation:
             except OSError as error:
                 if error.errno != errno.ENAMETOOLONG:
                     raise
-                # Nothing can have such a name: that of key material is longer than that of its file.
+                # Nothing can have this name: the name of key material is longer than the name of its file.
                 return pafs.FileInfo(self.path, pafs.FileType.NotFound)
         return self.filesystem.get_file_info(self.path)
 
     def size_bytes(self) -> int:
-        """Return the length of a file in bytes; 0 where the file system does not say.
+        """Return the length of a file in bytes; 0 if the file system does not know it.
 
         Raises:
-            FileNotFoundError: There is no file: it may have been removed since it was listed.
+            FileNotFoundError: There is no such file.
         """
         info = self.info()
         if info.type != pafs.FileType.File:
@@ -224,11 +220,11 @@ class FileLocation:
         return bool(self.info().type == pafs.FileType.Directory)
 
     def is_same_file(self, other: FileLocation) -> bool:
-        """Whether both are one file, also by way of links."""
+        """Whether both are the same file, also through links."""
         if self.is_local and other.is_local:
             with contextlib.suppress(OSError):
                 return Path(self.path).samefile(other.path)
-            # Not both are there. Not `resolve`, which raises for links that lead to themselves.
+            # Not `resolve`, which raises for links that lead to themselves.
             return os.path.realpath(self.path) == os.path.realpath(other.path)
         return self.filesystem == other.filesystem and self.path == other.path
 
@@ -246,18 +242,18 @@ def _restored(filesystem: bytes, path: str, only: tuple[str, ...], makes_folders
 
 @functools.lru_cache(maxsize=16)
 def _unpickled(filesystem: bytes) -> pafs.FileSystem:
-    return pickle.loads(filesystem)  # noqa: S301 - of a pickle that was being read
+    return pickle.loads(filesystem)  # noqa: S301 - part of a pickle that is being read
 
 
 def arrow_filesystem(filesystem: Any) -> pafs.FileSystem:
     """Return the `pyarrow.fs` file system that an argument `filesystem` names.
 
     Args:
-        filesystem: A `pyarrow.fs` or fsspec file system; the URI of a folder, at which paths begin, as pyarrow
-            takes it; None for the local one.
+        filesystem: A `pyarrow.fs` or fsspec file system; the URI of a folder, at which paths begin; None for the
+            local file system.
 
     Raises:
-        ValueError: It is a text that is not the URI of a folder.
+        ValueError: It is a string that is not the URI of a folder.
     """
     if filesystem is None:
         return pafs.LocalFileSystem()
@@ -274,7 +270,7 @@ def arrow_filesystem(filesystem: Any) -> pafs.FileSystem:
 
 
 def _below(base: str, path: str) -> str:
-    """Return the path of a file in a subtree, as the file system of the subtree forms it."""
+    """Return the path of a file in a subtree, formed as pyarrow forms it."""
     path = path.lstrip("/")
     if not base.strip("/"):
         return base + path
@@ -282,7 +278,7 @@ def _below(base: str, path: str) -> str:
 
 
 def _is_local(filesystem: Any) -> bool:
-    """Return whether this is fsspec's local file system; a class derived from it may put files elsewhere."""
+    """Return whether this is fsspec's local file system; a subclass may put files elsewhere."""
     from fsspec.implementations.local import LocalFileSystem
 
     return type(filesystem) is LocalFileSystem
@@ -297,7 +293,7 @@ def _of_uri(uri: str) -> FileLocation:
 
 
 def _of_fsspec_uri(uri: str) -> FileLocation:
-    # What pyarrow and fsspec say quotes the URI, which may hold credentials.
+    # The errors of pyarrow and fsspec quote the URI, which may hold credentials.
     scheme = uri.partition(":")[0]
     try:
         from fsspec.core import url_to_fs
@@ -315,32 +311,32 @@ def _of_fsspec_uri(uri: str) -> FileLocation:
 
 
 _SEEN_BY_ALL = ("adlfs.", "fsspec.implementations.local.", "gcsfs.", "s3fs.")
-"""Source files of fsspec's file systems whose files other processes see, too."""
+"""Modules of fsspec's file systems whose files other processes see, too."""
 
 
 def fsspec_of(filesystem: pafs.FileSystem) -> Any:
-    """Return the fsspec file system underneath, or None where there is none."""
+    """Return the underlying fsspec file system; None if there is none."""
     handler = filesystem.handler if isinstance(filesystem, pafs.PyFileSystem) else None
     return handler.fs if isinstance(handler, pafs.FSSpecHandler) else None
 
 
 def key_material_location(parquet_file: FileLocation) -> FileLocation:
-    """Return where the key material of a Parquet file lies."""
+    """Return the location of the key material of a Parquet file."""
     return parquet_file.sibling(f"_KEY_MATERIAL_FOR_{parquet_file.name}.json")
 
 
 def real_location(location: FileLocation) -> FileLocation:
-    """Return the file that a link leads to: replaced is the file, and the link stays."""
+    """Return the target of a link: the target is replaced, and the link stays."""
     if not location.is_local:
         return location
     return FileLocation(location.filesystem, with_slashes(os.path.realpath(location.path)))
 
 
 def with_slashes(path: str) -> str:
-    """Return a path of the operating system as Arrow has it: with slashes on Windows, too."""
+    """Return a path in Arrow's form: with slashes on Windows, too."""
     return path.replace("\\", "/") if sys.platform == "win32" else path
 
 
 def folder_path(location: FileLocation) -> str:
-    """Return the path of the folder that a file lies in."""
+    """Return the path of the folder that contains a file."""
     return str(PurePosixPath(real_location(location).path).parent)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import io
+import itertools
+import logging
 import os
-import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import fs as pafs
@@ -19,83 +22,71 @@ from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource, Fil
 from parquet_keytools.runtime import operating_system
 from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.runtime.fork_safety import OwnerProcess
-from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
+from parquet_keytools.runtime.presentation import is_url
 from parquet_keytools.storage.local_files import (
+    DEAD_AFTER_SECONDS,
+    SCANS,
     Folder,
     FolderIdentity,
-    Identity,
+    failing_as_output,
     folder_moved,
     identity_of_folder,
     may_give_attributes,
+    parse_temporary_name,
+    refuse_in_child,
     remove_hadoop_checksums,
-    take_attributes,
-)
-from parquet_keytools.storage.locations import FileLocation, fsspec_of
-from parquet_keytools.storage.printable import is_url
-from parquet_keytools.storage.sources import open_source
-from parquet_keytools.storage.temporary_files import (
     remove_leftovers,
-    remove_object,
-    remove_stored_leftovers,
+    take_attributes,
     temporary_name,
+    warn_left_behind,
 )
+from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation, fsspec_of
+from parquet_keytools.storage.sources import open_source
+
+_log = logging.getLogger(__name__)
 
 
 class TargetExistsError(OutputError):
-    """The target is there, and must not be replaced."""
+    """The target exists, and must not be replaced."""
 
 
 def exists_already(target: FileLocation) -> TargetExistsError:
-    """Return the error for a target that is there and must not be replaced."""
+    """Return the error for a target that exists and must not be replaced."""
     return TargetExistsError(f"{target} exists already.", hint="Use --overwrite to replace it.")
 
 
 def changed_meanwhile(target: FileLocation) -> ChangedMeanwhileError:
-    """Return the error for a target that is no longer what was to be replaced."""
+    """Return the error for a target that changed since it was checked."""
     return ChangedMeanwhileError(f"{target} was changed by another process meanwhile.", hint="Try again.")
 
 
 class LocalSink:
-    """A local file that is written in any order, by any number of threads.
-
-    Args:
-        file_descriptor: Of the open file.
-        target: What the file will be, for errors.
-    """
+    """A local file that is written in any order, by any number of threads; errors name the target."""
 
     takes_any_order = True
 
     def __init__(self, file_descriptor: int, target: object = "the output") -> None:
-        self._file_descriptor = file_descriptor
+        self.file_descriptor = file_descriptor
         self._target = target
 
-    @property
-    def file_descriptor(self) -> int:
-        """Of the open file."""
-        return self._file_descriptor
-
     def reserve(self, length: int) -> None:
-        """Take the space now, where the system can, so that a full disk is noticed before the work is done."""
+        """Reserve the space, where the system can, so that a full disk is noticed before the work is done."""
         if length:
             with failing_as_output(self._target, only_writing=True):
-                operating_system.reserve(self._file_descriptor, length)
+                operating_system.reserve(self.file_descriptor, length)
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Write all of `data` at `offset`."""
         view = memoryview(data)
         with failing_as_output(self._target, only_writing=True):
             while len(view):
-                written = operating_system.write_at(self._file_descriptor, view, offset)
+                written = operating_system.write_at(self.file_descriptor, view, offset)
                 view = view[written:]
                 offset += written
 
 
 class BufferSink:
-    """A file in memory that is written in any order.
-
-    Attributes:
-        buffer: What was written.
-    """
+    """A file in memory, in `buffer`, that is written in any order."""
 
     takes_any_order = True
 
@@ -103,7 +94,7 @@ class BufferSink:
         self.buffer = bytearray()
 
     def reserve(self, length: int) -> None:
-        """Take the space."""
+        """Allocate the buffer."""
         self.buffer = bytearray(length)
 
     def write_at(self, offset: int, data: Bytes) -> None:
@@ -112,10 +103,10 @@ class BufferSink:
 
 
 class StreamSink:
-    """A stream: written in order.
+    """A stream, written in order.
 
     Attributes:
-        length: How much was written, in bytes.
+        length: The number of bytes written.
     """
 
     takes_any_order = False
@@ -125,92 +116,45 @@ class StreamSink:
         self.length = 0
 
     def reserve(self, length: int) -> None:
-        """Nothing: a stream grows."""
+        """Do nothing: a stream grows."""
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Append `data`; `offset` must be the end of what was written."""
         if offset != self.length:
             raise OutputError(f"a stream was written at {offset} instead of {self.length}.")
-        # A stream may keep what it is given, to upload it later, and whoever calls fills the buffer again.
+        # A stream may keep the data, to upload it later, and the caller reuses the buffer.
         self._stream.write(data if isinstance(data, bytes) else bytes(data))
         self.length += len(data)
 
 
 PLAINTEXT_MODE = 0o600
-"""Of outputs that hold decrypted values, where the caller names no other."""
+"""The default mode of outputs that hold decrypted values."""
 
 Check = Callable[[], None]
-"""Raises if a file is no longer the one that may be replaced."""
+"""Raises if a file may not be replaced any more."""
 
-
-_DESCRIPTORS = "/proc/self/fd"
-_NO_DESCRIPTORS = not (operating_system.POSIX and hasattr(os, "O_TMPFILE") and Path(_DESCRIPTORS).is_dir())
-_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.ENOTDIR)
+_DESCRIPTORS = Path("/proc/self/fd")
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 _NOT_THE_FILE = operating_system.NOT_A_FILE | {errno.ENOENT}
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _MOST_STAYING_OPEN = 50
-"""Of files that need not stay open, how many do, each with its folder: macOS gives a process 256 descriptors.
+"""How many files stay open although they may be closed, each with its folder: macOS allows 256 descriptors.
 
-Of files that stay open, a killed process leaves nothing, or files that are not locked any more.
+Files that stay open are locked, so the next writer in a folder removes what a killed process left.
 """
 
 _staying_open: set[int] = set()
 
 
-class PendingOutput(Protocol):
-    """A file that is being written, and is not in its place yet.
+class _LocalOutput:
+    """A local file that is written under a temporary name beside its target; see `pending_output`.
+
+    On POSIX, the folder is opened once, and all names are relative to its descriptor: a path leads elsewhere when
+    another user who may write to one of its folders puts a link there.
 
     Attributes:
-        target: Where it will be.
-        folder: Device and inode of its folder; None where there are none.
-    """
-
-    target: FileLocation
-    folder: FolderIdentity | None
-
-    def open_sink(self) -> contextlib.AbstractContextManager[ByteSink]:
-        """Open it for writing."""
-        ...
-
-    def open_stream(self) -> pa.NativeFile:
-        """Open it for Arrow."""
-        ...
-
-    def open_written(self) -> contextlib.AbstractContextManager[ByteSource]:
-        """Open what was written, which is not in its place yet."""
-        ...
-
-    def sync(self) -> None:
-        """Bring the complete file to the disk: what takes long is done before locks are taken."""
-        ...
-
-    def commit(self, check: Check | None = None, *, syncs_folder: bool = True) -> None:
-        """Put the complete file in its place.
-
-        Args:
-            check: Raises if what is there is no longer what may be replaced. A file that another writer puts there
-                between this check and the rename is replaced (docs/operations.md).
-            syncs_folder: Whether the folder is synced, too. Otherwise the caller does it, with `sync_folder`,
-                once for many files.
-
-        Raises:
-            OutputError: Something is there and must not be replaced; the place was moved, or takes no more.
-            ChangedMeanwhileError: Something came there after the check.
-        """
-        ...
-
-    def discard(self) -> None:
-        """Remove what was written, if it is not in its place; a forked child leaves it to its parent."""
-        ...
-
-
-class _LocalOutput:
-    """A local file that is written beside its target and then takes the target's place; see `pending_output`.
-
-    The folder is opened once, and what happens in it is asked for relative to that (not on Windows): a path leads
-    elsewhere when somebody who may write to one of its folders puts a link there. The new file has no name until
-    it is complete, where the file system can do that (`O_TMPFILE`): nothing is left of it when the process is
-    killed.
+        target: Where the file will be.
+        folder: Device and inode of its folder.
 
     Raises:
         OutputError: The folder is another one.
@@ -237,9 +181,8 @@ class _LocalOutput:
         self._mode = mode
         self._like = like
         self._is_synced = False
-        self._is_locked = False
         self._stays_open = keeps_open or len(_staying_open) < _MOST_STAYING_OPEN
-        self._temporary: str | None = None
+        self._temporary = ""
         self._place: Folder | None = Folder(self._folder_path)
         self._file: int | None = None
         try:
@@ -249,8 +192,8 @@ class _LocalOutput:
             remove_leftovers(self._place)
             if self._stays_open and not keeps_open:
                 _staying_open.add(id(self))
-            self._file = self._create(self._place, self._permissions(self._place), anonymous=self._stays_open)
-            self._identity = _identity(os.fstat(self._file))
+            with failing_as_output(target, only_writing=True):
+                self._file = self._create(self._place)
         except BaseException:
             self._close()
             raise
@@ -259,85 +202,79 @@ class _LocalOutput:
 
     @contextlib.contextmanager
     def open_sink(self) -> Iterator[ByteSink]:
+        """Open it for writing."""
         with self._opened() as (_, file):
             yield LocalSink(file, self.target)
 
     def open_stream(self) -> pa.NativeFile:
+        """Open it for Arrow."""
         with self._opened() as (_, file):
-            again = Path(f"{_DESCRIPTORS}/{file}")
-            if again.exists():
+            if (_DESCRIPTORS / str(file)).exists():
                 # The same file, whatever has its name by now.
-                return pafs.LocalFileSystem().open_output_stream(str(again), compression=None)
+                return pafs.LocalFileSystem().open_output_stream(f"{_DESCRIPTORS}/{file}", compression=None)
             stream = io.FileIO(os.dup(file), "wb")
             share_with_arrow(stream)
             return pa.PythonFile(stream, mode="w")
 
     @contextlib.contextmanager
     def open_written(self) -> Iterator[ByteSource]:
+        """Open what was written, before it is in its place."""
         with self._opened() as (_, file):
             yield FileSource.of(str(self.target), file)
 
     def sync(self) -> None:
+        """Sync the complete file to the disk: what takes long is done before locks are taken."""
         with self._opened() as (folder, file), failing_as_output(self.target, only_writing=True):
-            self._sync(folder, file)
+            if not self._is_synced:
+                self._set_attributes(folder, file)
+                self._identity = _identity(os.fstat(file))
+                if self._durable:
+                    operating_system.sync(file)
+                self._is_synced = True
 
     def discard(self) -> None:
+        """Remove what was written, unless it is in its place; a forked child leaves it to its parent."""
         if self._owner.is_here:
             self._close()
 
     def commit(self, check: Check | None = None, *, syncs_folder: bool = True) -> None:
+        """Put the complete file in its place.
+
+        Args:
+            check: Raises if the target is no longer what may be replaced. A file that another writer puts there
+                between this check and the rename is replaced (docs/operations.md).
+            syncs_folder: Whether the folder is synced, too. Otherwise the caller does it, with `sync_folder`,
+                once for many files.
+
+        Raises:
+            OutputError: The target exists and must not be replaced, or the folder was moved.
+            ChangedMeanwhileError: The target was changed after the check.
+        """
         refuse_in_child(self._owner, self.target)
-        with self._opened() as (folder, file), failing_as_output(self.target, only_writing=True):
-            self._sync(folder, file)
-            if operating_system.POSIX:
-                self._put_in_place(folder, file, check)
-                if syncs_folder:
-                    folder.sync()
+        self.sync()
         if not operating_system.POSIX:
-            # It does not rename files that are open.
+            # Windows does not rename open files.
             self._close_descriptors()
-            with Folder(self._folder_path) as folder, failing_as_output(self.target, only_writing=True):
-                self._put_in_place(folder, -1, check)
+        with self._opened_folder() as folder, failing_as_output(self.target, only_writing=True):
+            self._put_in_place(folder, check)
+            if syncs_folder:
+                folder.sync()
         self._close()
-
-    def _put_in_place(self, folder: Folder, file: int, check: Check | None) -> None:
-        self._require_same_folder()
-        if check is not None:
-            self._replace_checked(folder, file, check)
-        elif self._overwrite:
-            remove_hadoop_checksums(folder, self._name)
-            self._replace_any(folder, file)
-        else:
-            self._appear(folder, file)
-            remove_hadoop_checksums(folder, self._name)
-        found = self._look(folder, self._name)
-        if found is None or (found.device, found.inode) != self._identity[:2]:
-            raise self._exchanged()
-
-    def _sync(self, folder: Folder, file: int) -> None:
-        if not self._is_synced:
-            self._set_attributes(folder, file)
-            self._identity = _identity(os.fstat(file))
-            if self._durable:
-                operating_system.sync(file)
-            self._is_synced = True
 
     def _close(self) -> None:
         """Remove what is not in its place, and close what is open."""
         if not operating_system.POSIX:
-            # It does not remove files that are open.
+            # Windows does not remove open files.
             self._close_descriptors()
-        with contextlib.suppress(OSError):
-            if self._temporary is not None:
-                with contextlib.ExitStack() as opened:
-                    folder = self._place or opened.enter_context(Folder(self._folder_path))
-                    if _identity(folder.look(self._temporary)) == self._identity:
-                        folder.unlink(self._temporary)
-        self._temporary = None
+        if self._temporary:
+            with contextlib.suppress(OSError, OutputError), self._opened_folder() as folder:
+                if _identity(folder.look(self._temporary)) == self._identity:
+                    folder.unlink(self._temporary)
+        self._temporary = ""
         self._close_descriptors()
         _staying_open.discard(id(self))
 
-    # --- how it comes to be ---
+    # --- how it is created and opened ---
 
     def _permissions(self, folder: Folder) -> int:
         """Return the most that others may do with it while it is written."""
@@ -347,65 +284,61 @@ class _LocalOutput:
         return 0o666 if found is None else found.st_mode & 0o666 | 0o600
 
     def _replaced(self, folder: Folder) -> os.stat_result | None:
-        """Return what is there and decides who may use what replaces it."""
+        """Return the file at the target, if it decides who may use the new one."""
         try:
             found = folder.look(self._name)
         except FileNotFoundError:
             return None
         return found if may_give_attributes(found, folder.status()) else None
 
-    def _create(self, folder: Folder, permissions: int, *, anonymous: bool) -> int:
-        with failing_as_output(self.target, only_writing=True):
-            if sys.platform == "linux" and anonymous and not _NO_DESCRIPTORS:
-                try:
-                    file = os.open(".", os.O_TMPFILE | os.O_RDWR, permissions, dir_fd=folder.descriptor)
-                except OSError as error:
-                    if error.errno not in _NO_TMPFILE:
-                        raise
-                else:
-                    self._is_locked = _lock(file)
-                    return file
-            return self._create_named(folder, permissions)
-
-    def _create_named(self, folder: Folder, permissions: int) -> int:
+    def _create(self, folder: Folder) -> int:
         """Create it under a temporary name, locked if it stays open and the file system has locks."""
         is_lockable = self._stays_open and operating_system.POSIX
         while True:
             name = temporary_name(self._name, is_locked=is_lockable)
-            file = folder.open(name, _CREATE, permissions)
+            file = folder.open(name, _CREATE, self._permissions(folder))
             self._temporary, self._identity = name, _identity(os.fstat(file))
             if not is_lockable:
                 return file
-            self._is_locked = is_lockable = _lock(file)
+            is_lockable = _lock(file)
             with contextlib.suppress(FileNotFoundError):
                 if _identity(folder.look(name)) == self._identity:
-                    if self._is_locked:
+                    if is_lockable:
                         return file
                     folder.unlink(name)
-            # There are no locks; or another writer took the file for left over in this moment.
+            # There are no locks, or another writer removed the file just before it was locked.
             os.close(file)
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[tuple[Folder, int]]:
-        """Yield folder and file; they are opened again where they did not stay open."""
-        if self._place is not None and self._file is not None:
-            yield self._place, self._file
+    def _opened_folder(self) -> Iterator[Folder]:
+        """Yield the folder, which is opened again if it did not stay open."""
+        if self._place is not None:
+            yield self._place
             return
-        assert self._temporary is not None
-        with contextlib.ExitStack() as descriptors:
-            folder = descriptors.enter_context(Folder(self._folder_path))
+        with Folder(self._folder_path) as folder:
             if folder.identity() != self.folder:
                 raise folder_moved(self.target)
+            yield folder
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[Folder, int]]:
+        """Yield folder and file, which are opened again if they did not stay open."""
+        with self._opened_folder() as folder:
+            if self._file is not None:
+                yield folder, self._file
+                return
             try:
                 file = folder.open(self._temporary, os.O_RDWR)
             except OSError as error:
                 if error.errno not in _NOT_THE_FILE:
                     raise
                 raise self._exchanged() from None
-            descriptors.callback(os.close, file)
-            if _identity(os.fstat(file)) != self._identity:
-                raise self._exchanged()
-            yield folder, file
+            try:
+                if _identity(os.fstat(file)) != self._identity:
+                    raise self._exchanged()
+                yield folder, file
+            finally:
+                os.close(file)
 
     def _close_descriptors(self) -> None:
         if self._file is not None:
@@ -430,78 +363,50 @@ class _LocalOutput:
         except FileNotFoundError:
             return
         except PermissionError:
-            # Its owner may not even read it; nobody else may then.
+            # Its owner may not even read it, so no other user may.
             operating_system.change_mode(file, 0o600)
             return
         try:
-            found = os.fstat(old)
-            if self._like is not None or may_give_attributes(found, folder.status()):
+            if self._like is not None or may_give_attributes(os.fstat(old), folder.status()):
                 take_attributes(file, old, all_attributes=self._like is not None)
         finally:
             os.close(old)
 
-    def _replace_any(self, folder: Folder, file: int) -> None:
-        folder.replace(self._give_name(folder, file), self._name)
-        self._temporary = None
-
-    def _appear(self, folder: Folder, file: int) -> None:
-        """Take a name that nothing has."""
-        try:
-            if self._temporary is None:
-                os.link(f"{_DESCRIPTORS}/{file}", self._name, dst_dir_fd=folder.descriptor, follow_symlinks=True)
-            else:
-                self._appear_by_link(folder, self._temporary)
-        except FileExistsError:
-            raise exists_already(self.target) from None
-        self._temporary = None
-
-    def _appear_by_link(self, folder: Folder, temporary: str) -> None:
-        try:
-            folder.link(temporary, self._name)
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-                raise
-            # A file system without links: an empty file holds the place.
-            os.close(folder.open(self._name, _CREATE))
-            folder.replace(temporary, self._name)
+    def _put_in_place(self, folder: Folder, check: Check | None) -> None:
+        self._require_same_folder()
+        checked = None
+        if check is not None:
+            checked = _state(folder, self._name)
+            check()
+        if checked is not None or (check is None and self._overwrite):
+            remove_hadoop_checksums(folder, self._name)
+            if checked is not None and _state(folder, self._name) != checked:
+                raise changed_meanwhile(self.target)
+            folder.replace(self._temporary, self._name)
         else:
-            folder.unlink(temporary)
+            # A check that passes although the target does not exist expects that.
+            self._appear(folder, changed_meanwhile if check is not None else exists_already)
+            remove_hadoop_checksums(folder, self._name)
+        self._temporary = ""
+        found = _state(folder, self._name)
+        if found is None or found[:2] != self._identity[:2]:
+            raise self._exchanged()
 
-    def _replace_checked(self, folder: Folder, file: int, check: Check) -> None:
-        """Replace what is there if it passes the check, and is still there just before the rename.
-
-        What another writer puts there between this last look and the rename is lost: no call of the operating
-        system that Python has compares and renames in one step.
-        """
-        found = self._look(folder, self._name)
-        check()
-        if found is None:
-            # A check that passes although nothing is there is about this.
-            try:
-                self._appear(folder, file)
-            except OutputError:
-                raise changed_meanwhile(self.target) from None
-            return
-        self._give_name(folder, file)
-        remove_hadoop_checksums(folder, self._name)
-        if self._look(folder, self._name) != found:
-            raise changed_meanwhile(self.target)
-        self._replace_any(folder, file)
-
-    def _give_name(self, folder: Folder, file: int) -> str:
-        """Return the temporary name of the file, which gets one if it has none."""
-        if self._temporary is None:
-            name = temporary_name(self._name, is_locked=self._is_locked)
-            os.link(f"{_DESCRIPTORS}/{file}", name, dst_dir_fd=folder.descriptor, follow_symlinks=True)
-            self._temporary = name
-        return self._temporary
-
-    @staticmethod
-    def _look(folder: Folder, name: str) -> Identity | None:
+    def _appear(self, folder: Folder, refusal: Callable[[FileLocation], Exception]) -> None:
+        """Take a name that is free."""
         try:
-            return Identity.of(folder.look(name))
-        except FileNotFoundError:
-            return None
+            try:
+                folder.link(self._temporary, self._name)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                # A file system without links: an empty file holds the place.
+                os.close(folder.open(self._name, _CREATE))
+                folder.replace(self._temporary, self._name)
+            else:
+                folder.unlink(self._temporary)
+        except FileExistsError:
+            raise refusal(self.target) from None
 
     # --- what is refused ---
 
@@ -515,17 +420,18 @@ class _LocalOutput:
 
     def _exchanged(self) -> OutputError:
         return OutputError(
-            f"what lies at {self.target} is not the file that was written.",
+            f"the file at {self.target} is not the one that was written.",
             hint="Another process writes there: check who may write to this folder.",
         )
 
 
 class _StoredOutput:
-    """A file on any other file system, under a temporary name."""
+    """A file on any other file system, under a temporary name; see `_LocalOutput` for its methods."""
+
+    folder: FolderIdentity | None = None
 
     def __init__(self, target: FileLocation, *, overwrite: bool) -> None:
         self.target = target
-        self.folder: FolderIdentity | None = None
         self.location = target.sibling(temporary_name(target.name, is_locked=False))
         self._owner = OwnerProcess()
         self._overwrite = overwrite
@@ -560,7 +466,7 @@ class _StoredOutput:
 
 
 def _lock(file: int) -> bool:
-    """Lock a new file as long as it is open; return whether the file system has locks and it is locked."""
+    """Lock a new file until it is closed; return False if the file system has no locks."""
     try:
         return operating_system.try_lock(file)
     except OSError:
@@ -568,8 +474,21 @@ def _lock(file: int) -> bool:
 
 
 def _identity(found: os.stat_result) -> tuple[int, int, int]:
-    """Return what tells a file from one of another user, which may get the inode of one that was removed."""
+    """Return the identity of a file, with its owner: another user's file may reuse the inode of a removed file."""
     return found.st_dev, found.st_ino, found.st_uid
+
+
+def _state(folder: Folder, name: str) -> tuple[int, ...] | None:
+    """Return values that change when a file is replaced or written to; None if there is no file."""
+    try:
+        found = folder.look(name)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+PendingOutput = _LocalOutput | _StoredOutput
+"""A file that is being written, and is not in its place yet."""
 
 
 def pending_output(
@@ -585,22 +504,23 @@ def pending_output(
     """Begin a file that is discarded unless it is committed.
 
     Args:
-        target: Where it will be. One that is there and is replaced hands its owner and permissions on, unless
-            anybody may have put it there.
-        mode: Permissions of the local file, whatever is there.
-        like: The file that it is another version of: from that it takes owner, permissions and attributes.
+        target: The final place. A file that is replaced passes on its owner and permissions, unless anyone may
+            have put it there.
+        mode: Permissions of a local file, instead of those of the replaced file.
+        like: The file of which it is a new version, with the same owner, permissions and attributes.
         overwrite: Whether it may replace a file.
-        keeps_open: Whether a local file surely stays open until it is in its place. Otherwise it may be closed in
-            between, for a process may have only so many open files; then a killed process leaves it for 24 hours.
+        keeps_open: Whether a local file certainly stays open until it is in its place. Otherwise it may be closed
+            in between, because a process may open only a limited number of files; a killed process then leaves it
+            for 24 hours.
         folder: Device and inode that the folder of a local file must have; None for any.
         durable: Whether a local file is synced to the disk before it is in its place.
 
     Raises:
-        OutputError: The folder does not exist or is another one, the target is a folder, or is there and must not
+        OutputError: The folder does not exist or is another one, or the target is a folder, or exists and must not
             be replaced.
     """
     if is_url(target.path):
-        raise OutputError(f"{target} is on a web server, and these are only read.", hint="Write to another place.")
+        raise OutputError(f"{target} is on a web server, which is read-only.", hint="Write to another place.")
     _check_target(target, overwrite=overwrite)
     if not target.is_local:
         remove_stored_leftovers(target)
@@ -613,7 +533,7 @@ def pending_output(
 
 @contextlib.contextmanager
 def discarded_unless_done(pending: PendingOutput) -> Iterator[PendingOutput]:
-    """Discard an output when the block ends, if it was not committed in it.
+    """Discard an output at the end of the block, unless it was committed.
 
     Raises:
         StorageFailedError: There is no space for it, or its file system failed.
@@ -629,23 +549,14 @@ def discarded_unless_done(pending: PendingOutput) -> Iterator[PendingOutput]:
 def whole_output(
     target: FileLocation, *, like: FileLocation | None = None, folder: FolderIdentity | None = None
 ) -> Iterator[PendingOutput]:
-    """Write a file so that it appears whole under its name when the block ends, or not at all.
-
-    Args:
-        target: As with `pending_output`.
-        like: As with `pending_output`.
-        folder: As with `pending_output`.
-
-    Raises:
-        OutputError: The folder does not exist, the target is a folder, or there is no space for it.
-    """
+    """Write a file that appears whole at the end of the block; arguments and errors as with `pending_output`."""
     with discarded_unless_done(pending_output(target, like=like, folder=folder)) as pending:
         yield pending
         pending.commit()
 
 
 _COPY_AND_DELETE = ("s3", "gcs")
-"""Stores that know no renames."""
+"""Stores without a rename."""
 
 
 def _move(location: FileLocation, target: FileLocation) -> None:
@@ -653,16 +564,16 @@ def _move(location: FileLocation, target: FileLocation) -> None:
     fsspec = fsspec_of(location.filesystem)
     if location.filesystem.type_name in _COPY_AND_DELETE:
         location.filesystem.copy_file(location.path, target.path)
-        # Who may not delete has written the object all the same.
+        # Without the permission to delete, the object is written all the same.
         remove_object(location)
     elif fsspec is None:
         location.filesystem.move(location.path, target.path)
     else:
-        # Its own move takes names for patterns.
+        # fsspec's own move treats names as patterns.
         fsspec.cp_file(location.path, target.path)
         fsspec.rm_file(location.path)
     if target.info().type != pafs.FileType.File or target.info().size != size:
-        raise OutputError(f"{target} did not get what was written for it.", hint="Try again.")
+        raise OutputError(f"{target} is not complete.", hint="Try again.")
 
 
 def _check_target(target: FileLocation, *, overwrite: bool) -> None:
@@ -680,10 +591,10 @@ def _check_target(target: FileLocation, *, overwrite: bool) -> None:
 
 
 def written_bytes(targets: Iterable[FileLocation]) -> int:
-    """Return the length of files that were just put in their places, together, in bytes.
+    """Return the total length, in bytes, of files that were just put in their places.
 
     Raises:
-        OutputError: One is no longer there: somebody removed it, or put something in its place.
+        OutputError: A file was removed or replaced by something else.
     """
     size_bytes = 0
     for target in targets:
@@ -691,14 +602,14 @@ def written_bytes(targets: Iterable[FileLocation]) -> int:
         if info.type != pafs.FileType.File:
             raise OutputError(
                 f"{target} was written, and was removed or replaced meanwhile.",
-                hint="Look for who did that, then write it again.",
+                hint="Find the process that did it, then write the file again.",
             )
         size_bytes += info.size or 0
     return size_bytes
 
 
 def sync_folder(target: FileLocation) -> None:
-    """Bring to the disk which files are in the folder of a local file.
+    """Sync the folder of a local file to the disk.
 
     Raises:
         StorageFailedError: The file system failed.
@@ -716,6 +627,137 @@ def write_whole(
     like: FileLocation | None = None,
     folder: FolderIdentity | None = None,
 ) -> None:
-    """Write a small file whole or not at all; see `whole_output`."""
+    """Write a small file whole or not at all; arguments and errors as with `pending_output`."""
     with whole_output(target, like=like, folder=folder) as pending, pending.open_sink() as sink:
         sink.write_at(0, data)
+
+
+# --- leftovers on object stores ---
+
+
+def remove_stored_leftovers(target: FileLocation) -> None:
+    """Remove leftover temporary objects beside an object; warn of those that cannot be removed."""
+    folder = target.path.rpartition("/")[0]
+    key = target.filesystem.type_name, folder
+    if not SCANS.is_due(key):
+        return
+    started = time.monotonic()
+    selector = pafs.FileSelector(folder, allow_not_found=True)
+    try:
+        found = target.filesystem.get_file_info(selector) if folder else []
+    except Exception:
+        found = []
+    for info in found:
+        is_ours = info.type == pafs.FileType.File and parse_temporary_name(info.base_name) is not None
+        if is_ours and _age_seconds(info) > DEAD_AFTER_SECONDS:
+            remove_object(FileLocation(target.filesystem, info.path))
+    if target.is_in_s3 and importlib.util.find_spec("boto3") is not None:
+        from parquet_keytools.storage.s3_connection import end_dead_uploads
+
+        end_dead_uploads(target)
+    SCANS.done(key, time.monotonic() - started)
+
+
+def remove_object(location: FileLocation) -> None:
+    """Remove a temporary object; if that is refused, a warning names it."""
+    try:
+        location.filesystem.delete_file(location.path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        text = f"{location} is a leftover temporary object and cannot be removed: remove it"
+        warn_left_behind(_log, text)
+
+
+def _age_seconds(info: pafs.FileInfo) -> float:
+    return 0.0 if info.mtime_ns is None else time.time() - info.mtime_ns / 1e9
+
+
+# --- folders made for files, whose names may be values of columns ---
+
+_TOP = ("", "/", ".")
+
+
+class MadeFolders:
+    """Creates folders, and removes those that were missing if the write fails."""
+
+    def __init__(self, filesystem: pafs.FileSystem) -> None:
+        self._filesystem = filesystem
+        self._made: dict[str, None] = {}
+        self._promised: set[str] = set()
+
+    def create(self, path: str, *, recursive: bool) -> None:
+        """Create a folder, and with `recursive` its missing parents; in an object store nothing is done.
+
+        Raises:
+            OSError: It cannot be created.
+        """
+        if self._filesystem.type_name in OBJECT_STORES or path in _TOP:
+            return
+        missing = self._missing(path)
+        self._filesystem.create_dir(path, recursive=recursive)
+        self._made.update(dict.fromkeys(reversed(missing)))
+
+    def promise(self, path: str, *, recursive: bool) -> None:
+        """Create a folder as `create` does, but a partition folder (`name=value`) only with its first file.
+
+        After a refused write, threads of an engine may create the folders of further partitions, without a file
+        whose end would remove them.
+
+        Raises:
+            OSError: It cannot be created.
+        """
+        missing = [] if self._filesystem.type_name in OBJECT_STORES else self._missing(path)
+        if not any("=" in PurePosixPath(folder).name for folder in missing):
+            self.create(path, recursive=recursive)
+        elif recursive or len(missing) == 1 or missing[1] in self._promised:
+            self._promised.update(missing)
+        else:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def is_promised(self, path: str) -> bool:
+        """Return whether a folder will be created with its first file."""
+        return path in self._promised and self._is_missing(path)
+
+    def begin(self, path: str) -> None:
+        """Create the promised folders of a file.
+
+        Raises:
+            OSError: One cannot be created.
+        """
+        folder = str(PurePosixPath(path).parent)
+        if folder in self._promised:
+            self.create(folder, recursive=True)
+            self._promised.difference_update(_with_parents(folder))
+
+    def forget(self, path: str) -> None:
+        """Forget the promised folders at a path and below."""
+        self._promised -= {folder for folder in self._promised.copy() if path in _with_parents(folder)}
+
+    def remove_empty(self, below: str | None = None) -> None:
+        """Remove the folders that were created, or only the folders of one file, if they are empty."""
+        above = None if below is None else _with_parents(below)
+        for folder in reversed(self._made.copy()):
+            if above is None or folder in above:
+                with contextlib.suppress(Exception):  # It is not empty, or gone, or another program's link.
+                    self._remove(folder)
+                    del self._made[folder]
+
+    def _missing(self, path: str) -> list[str]:
+        """Return a folder and its parents, as far as they are missing, the innermost first."""
+        return list(itertools.takewhile(self._is_missing, _with_parents(path)))
+
+    def _is_missing(self, folder: str) -> bool:
+        return folder not in _TOP and self._filesystem.get_file_info(folder).type == pafs.FileType.NotFound
+
+    def _remove(self, folder: str) -> None:
+        """Remove a folder, but never what is in it."""
+        fsspec: Any = fsspec_of(self._filesystem)
+        if isinstance(self._filesystem, pafs.LocalFileSystem):
+            os.rmdir(folder)  # noqa: PTH106 - one call for each of many
+        elif fsspec is not None and not fsspec.ls(folder):
+            fsspec.rmdir(folder)
+
+
+def _with_parents(path: str) -> list[str]:
+    return [path, *map(str, PurePosixPath(path).parents)]

@@ -1,7 +1,6 @@
-"""A boto3 client that reaches what one of Arrow's S3 file systems reaches, with the same rights.
+"""A boto3 client with the options and permissions of one of Arrow's S3 file systems.
 
-It is made from the file system's own options, and is nobody else's: what Arrow may do, it may do, and no more. It
-ends multipart uploads that killed processes left unfinished: they are seen by nobody, and cost money.
+It aborts multipart uploads that killed processes left unfinished, which cost money.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import botocore.config
 import botocore.exceptions
 from pyarrow import fs as pafs
 
-from parquet_keytools.storage.failures import warn_left_behind
+from parquet_keytools.storage.local_files import DEAD_AFTER_SECONDS, parse_temporary_name, warn_left_behind
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.temporary_files import DEAD_AFTER_SECONDS, parse_temporary_name
 
 CONCURRENT_PARTS = 8
 """How many parts of an object are copied at a time."""
@@ -29,22 +27,22 @@ _TRIES = 10
 
 
 def can_reach(filesystem: pafs.S3FileSystem) -> bool:
-    """Return whether a client can be made that has the same rights as a file system."""
+    """Return whether a client can have the same permissions as a file system."""
     given = _Options(filesystem).by_name
-    # Who assumes a role, or gives the keys of SSE-C, does so inside of Arrow.
+    # Arrow does not show the credentials of an assumed role, and the keys of SSE-C.
     return not (given["anonymous"] or given["role_arn"] or given.get("sse_customer_key"))
 
 
 def client_of(filesystem: pafs.S3FileSystem) -> Any:
-    """Return the client of a file system; equal ones share it, but not across a fork."""
+    """Return the client of a file system; equal file systems share it, but not across a fork."""
     return _client(_Options(filesystem), os.getpid())
 
 
 class _Options:
-    """What a file system was made of."""
+    """The options of a file system."""
 
     def __init__(self, filesystem: pafs.S3FileSystem) -> None:
-        # The public way to them: it is what pickling a file system keeps.
+        # Pickling is the public way to them.
         _, (options,) = filesystem.__reduce__()
         self.by_name: dict[str, Any] = options
         self._digest = hashlib.sha256(repr(sorted(options.items())).encode()).digest()
@@ -71,7 +69,7 @@ def _client(options: _Options, _process_id: int) -> Any:
     timeouts = {
         name: given[theirs]
         for name, theirs in (("connect_timeout", "connect_timeout"), ("read_timeout", "request_timeout"))
-        # What Arrow allows for one read, the store may take for copying gigabytes, so no less than the default.
+        # Copying gigabytes inside the store takes longer than a read, so no less than the default.
         if given[theirs] > 60 or (name == "connect_timeout" and given[theirs] > 0)
     }
     return session.client(
@@ -81,12 +79,12 @@ def _client(options: _Options, _process_id: int) -> Any:
         config=botocore.config.Config(
             max_pool_connections=4 * CONCURRENT_PARTS,
             retries={"mode": "standard", "total_max_attempts": _TRIES},
-            # As Arrow addresses them.
+            # As Arrow does.
             s3={"addressing_style": _addressing_style(given)},
-            # Content-MD5, which is sent with all that is written, is known to every store; the newer ones are not.
+            # Every store knows Content-MD5, which is sent with each write, but not the newer checksums.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            # Arrow takes no proxy from the environment.
+            # Arrow does not use proxies of the environment.
             proxies=_proxies(given),
             **timeouts,
         ),
@@ -114,10 +112,7 @@ _said_of: set[str] = set()
 
 
 def end_dead_uploads(target: FileLocation) -> None:
-    """End uploads of temporary objects beside an object that were begun long ago.
-
-    What cannot be listed or ended stays, and a warning names it.
-    """
+    """Abort old uploads of temporary objects beside an object; warn of those that cannot be listed or aborted."""
     filesystem = target.filesystem
     if not isinstance(filesystem, pafs.S3FileSystem) or not can_reach(filesystem):
         return
@@ -143,7 +138,7 @@ def end_dead_uploads(target: FileLocation) -> None:
 
 
 def end_upload(client: Any, bucket: str, key: str, upload_id: str) -> None:
-    """End an upload; if that is refused, a warning names it."""
+    """Abort an upload; warn if that is refused."""
     try:
         client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
@@ -154,6 +149,6 @@ def end_upload(client: Any, bucket: str, key: str, upload_id: str) -> None:
 
 
 def age_seconds(upload: dict[str, Any]) -> float:
-    """Return how long ago an upload was begun; 0 where the store does not say."""
+    """Return the age of an upload; 0 if the store does not report it."""
     begun = upload.get("Initiated")
     return (datetime.now(UTC) - begun).total_seconds() if isinstance(begun, datetime) else 0.0

@@ -1,4 +1,4 @@
-"""Files read by ranges."""
+"""Files that are read by ranges, from memory, local disks and any other file system."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BufferSource:
     def read_at(self, offset: int, length: int) -> memoryview:
         """Return a range, without a copy."""
         check_range(self, offset, length)
-        # Arrow's buffers say that their bytes are signed.
+        # Arrow's buffers have signed bytes.
         return memoryview(self.buffer).cast("B")[offset : offset + length]
 
 
@@ -57,7 +57,7 @@ class ArrowSource:
 
 
 def _naming(error: OSError, path: str) -> OSError:
-    """Return an error that says which file it is of; what clients of stores raise often does not."""
+    """Return an error that names its file, as errors of store clients often do not."""
     kind = type(error)
     if error.errno is not None or kind.__module__ != "builtins" or path in str(error):
         return error
@@ -78,7 +78,7 @@ def open_source(location: FileLocation) -> Iterator[ByteSource]:
             yield ArrowSource(str(location), file, file.size())
         return
     _refuse_irregular(location)
-    # Not as a file of Python, which looks up a dozen things that nobody here needs.
+    # Not `open`, which makes a dozen system calls.
     descriptor = operating_system.open_file(location.path, os.O_RDONLY, follow_link=True)
     try:
         yield FileSource.of(str(location), descriptor)
@@ -87,12 +87,7 @@ def open_source(location: FileLocation) -> Iterator[ByteSource]:
 
 
 def _refuse_irregular(location: FileLocation) -> None:
-    """Refuse what is no file to read by ranges, before it is opened: to open a pipe waits for its other end.
-
-    Raises:
-        IsADirectoryError: It is a folder.
-        ParquetFormatError: It is a pipe, a socket or a device.
-    """
+    """Refuse folders, pipes, sockets and devices unopened, because opening a pipe waits for its other end."""
     mode = os.stat(location.path).st_mode  # noqa: PTH116 - no object for each of a million files
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), location.path)
@@ -105,7 +100,7 @@ def _refuse_irregular(location: FileLocation) -> None:
 
 
 def ends_with(source: ByteSource, offset: int, data: bytes) -> bool:
-    """Return whether a file has these bytes from an offset on, and then ends."""
+    """Return whether a file ends with these bytes, from an offset on."""
     return source.size_bytes == offset + len(data) and bytes(source.read_at(offset, len(data))) == data
 
 

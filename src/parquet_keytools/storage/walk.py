@@ -1,14 +1,15 @@
-"""THE walk: which files belong to a data set, what else lies in its folders, and what nobody can tell.
+"""The walk: which files belong to a data set, what else lies in its folders, and what could not be checked.
 
-Every command, the facade, readers and Spark's pipelines ask here, so that all see the same files. One rule:
+All commands, readers and Spark pipelines use it, so that they see the same files. The rules:
 
-- Names that begin with `.` or `_` are passed over, of files and of folders, except those that begin with `_` and
-  have a `=`: these are partitions (Spark's rule). What the caller names itself may be called anything.
-- Summaries of footers and key material are known by their names.
-- A file is a Parquet file if its name says so (`.parquet`, or that of a part), or if it has Parquet's magic at one
-  of its ends. A damaged one fails then, and does not stay behind unnoticed.
-- Links are followed. Folders may be called anything, also `x.parquet`.
-- What cannot be looked into is an entry of its own: who says "all", "none" or "not used" must not pass over it.
+- Names that begin with `.` or `_`, of files and folders, are passed over, except partitions: names that begin with
+  `_` and contain a `=` (Spark's rule). A file or folder that the caller names may have any name.
+- Summaries of footers, and key material, are recognised by their names.
+- A file is a Parquet file if its name says so (`.parquet`, or a part), or if it has Parquet's magic at one of its
+  ends. A damaged file then fails, and is not left out unnoticed.
+- Links are followed. Folders may have any name, such as `x.parquet`.
+- What cannot be looked into is an entry of its own, because Arrow and fsspec leave it out silently. The operating
+  system lists local folders, so that links, pipes, and names that are not UTF-8 are recognised.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+import stat
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from functools import partial
+from typing import Any, Self
 
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import IncompleteDataSetError, NoParquetFilesError, OutputError, ParquetFormatError
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH
-from parquet_keytools.runtime import operating_system
-from parquet_keytools.storage.listing import FolderLister, Listed, Listing, RefusalOf, is_utf8, named, store_error
-from parquet_keytools.storage.locations import FileLocation, key_material_location
-from parquet_keytools.storage.printable import escaped_path
+from parquet_keytools.runtime.presentation import escaped_path
+from parquet_keytools.storage.locations import FileLocation, fsspec_of, key_material_location, with_slashes
+from parquet_keytools.storage.sources import open_source
 
 _log = logging.getLogger(__name__)
 
@@ -40,13 +43,13 @@ SUMMARY_FILE_NAMES = frozenset({"_metadata", "_common_metadata"})
 _KEY_MATERIAL_PREFIX = "_KEY_MATERIAL_FOR_"
 
 _SAYS_PARQUET = re.compile(r"\.parquet|\Apart[-_.]?[0-9]", re.IGNORECASE)
-"""Names of Parquet files, and of parts of a data set: they are not opened to look for magic."""
+"""Names of Parquet files: these are not opened to look for magic."""
 
 _MAGIC = frozenset({MAGIC, MAGIC_ENCRYPTED_FOOTER})
 
 
 class LeftOutReason(StrEnum):
-    """Why something is left out."""
+    """Why an entry is left out."""
 
     SUMMARY = "a summary of footers: it could show statistics in plaintext, and would not fit the new files"
     KEY_MATERIAL = "key material of a Parquet file that is not here"
@@ -64,7 +67,7 @@ class ParquetFile:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Something that does not belong to the data set, and why; a folder, where those are not looked into."""
+    """A file, or a folder that was not looked into, that does not belong to the data set, and why."""
 
     location: FileLocation
     reason: LeftOutReason
@@ -72,24 +75,24 @@ class LeftOut:
 
     @property
     def may_be_data(self) -> bool:
-        """Whether Parquet files are passed over for a name: who looks for all files should hear of it."""
+        """Whether Parquet files may be passed over because of their name."""
         is_named_so = self.is_folder or self.location.name.lower().endswith(".parquet")
         return self.reason is LeftOutReason.PASSED_OVER and is_named_so
 
     @property
     def path(self) -> str:
-        """Its path, for people; with escapes for what is not UTF-8."""
+        """Its path, with escapes for what is not UTF-8 or not printable."""
         return escaped_path(str(self.location))
 
 
 @dataclass(frozen=True, slots=True)
 class Unseen:
-    """Something that could not be checked: nobody can tell what belongs to the data set there.
+    """An entry that could not be checked, and may hide files of the data set.
 
     Attributes:
-        location: Where it is. What is not UTF-8 in its path is kept as lone surrogates, which Arrow does not take.
-        error: Why, with the path for people.
-        is_gone: Whether it was there a moment ago, and is not any more.
+        location: Where it is. What is not UTF-8 in its path is kept as lone surrogates, which Arrow refuses.
+        error: Why, with a printable path.
+        is_gone: Whether it was removed meanwhile.
     """
 
     location: FileLocation
@@ -98,7 +101,7 @@ class Unseen:
 
     @property
     def path(self) -> str:
-        """Its path, for people; with escapes for what is not UTF-8 or not printable."""
+        """Its path, with escapes for what is not UTF-8 or not printable."""
         return escaped_path(str(self.location))
 
     @property
@@ -108,23 +111,23 @@ class Unseen:
 
 
 Entry = ParquetFile | LeftOut | Unseen
-"""What comes of a walk."""
+"""An entry of a walk."""
 
 
 def data_set(
     path: FileLocation, *, into_passed_over: bool = False, refusal_of: RefusalOf | None = None
 ) -> Iterator[Entry]:
-    """Yield what a file is, or what lies in a folder: the files of a data set, by path.
+    """Yield the files of a data set, by path, and its other entries.
 
     Args:
-        path: A file or a folder, or what `FileLocation.resolve_all` made of a glob or a list.
-        into_passed_over: Whether folders that are passed over are looked into too; all in them is left out.
+        path: A file, a folder, or the result of `FileLocation.resolve_all` for a glob or a list.
+        into_passed_over: Whether to look into folders that are passed over, too; their content is left out.
         refusal_of: Returns why a link to a folder is not followed; None follows it.
 
     Raises:
         FileNotFoundError: There is nothing of that name.
         ParquetFormatError: It is neither a file nor a folder.
-        NoParquetFilesError: The folder has no Parquet files, and all in it was looked into. Raised at the end.
+        NoParquetFilesError: The folder has no Parquet files, and could be checked completely. Raised at the end.
     """
     if path.only:
         yield from _chosen(path, into_passed_over=into_passed_over, refusal_of=refusal_of)
@@ -141,7 +144,7 @@ def data_set(
         raise NoParquetFilesError(path=str(path))
 
 
-# --- for work in place, which does not leave what was named ---
+# --- for work in place, which does not leave the named folder ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +152,9 @@ class BehindLink:
     """A file or folder that is not changed under this name.
 
     Attributes:
-        location: Where it is, by way of a link.
-        target: Where it is without links.
-        is_outside: Whether that is outside of what was named; else the file is changed under another name.
+        location: Its path through a link.
+        target: Its path without links.
+        is_outside: Whether it is outside of the named folder; else it is changed under another name.
     """
 
     location: FileLocation
@@ -160,11 +163,11 @@ class BehindLink:
 
     @property
     def path(self) -> str:
-        """Its path, for people."""
+        """Its printable path."""
         return escaped_path(str(self.location))
 
     def error(self) -> OutputError:
-        """Return why it is not changed, if it is outside."""
+        """Return the error for a file outside of the named folder."""
         return OutputError(
             f"{self.path} is not changed: it lies behind a link, outside of the folder that was named.",
             hint=f"To change it, name {escaped_path(self.target)}, or use --follow-links (follow_links=True).",
@@ -176,13 +179,13 @@ def data_set_in_place(
 ) -> Iterator[Entry | BehindLink]:
     """Yield the files of a data set that are to be changed in place, each file once; see `data_set`.
 
-    Anyone who may write to one data set can put a link to another one there. So a link that leads out of what was
-    named is not followed, unless the caller says so; what was named may itself be a link.
+    Anyone who may write to one data set can put a link to another one there. So a link that leads out of the named
+    folder is not followed without `follow_links`; the folder that is named may itself be a link.
 
     Raises:
         FileNotFoundError: There is nothing of that name.
         ParquetFormatError: It is neither a file nor a folder.
-        NoParquetFilesError: The folder has no Parquet files, and all in it was looked into. Raised at the end.
+        NoParquetFilesError: The folder has no Parquet files, and could be checked completely. Raised at the end.
     """
     if not path.is_local:
         yield from data_set(path, into_passed_over=into_passed_over)
@@ -204,7 +207,7 @@ def data_set_in_place(
 
 
 class _NamedPlaces:
-    """What a caller named: a file, a folder, or several, also by globs.
+    """The files and folders that a caller named, also by globs.
 
     Attributes:
         refusals: Path of each link to a folder that was not followed -> why.
@@ -224,7 +227,7 @@ class _NamedPlaces:
         self.refusals: dict[str, OSError] = {}
 
     def hold(self, target: str) -> bool:
-        """Return whether something, by its path without links, was named or lies in what was named."""
+        """Return whether a path without links was named, or lies in a folder that was named."""
         return any(_within(target, root) is not None for _, root, _ in self._places)
 
     def refusal_of(self, path: str) -> OSError | None:
@@ -235,7 +238,7 @@ class _NamedPlaces:
         return self.refusals.setdefault(path, error)
 
     def is_another_name(self, path: str, target: str) -> bool:
-        """Return whether a file comes under another name, too, or came before."""
+        """Return whether the walk yields a file under another name, or has yielded it before."""
         is_direct = any(
             rest is not None and root + rest == target
             for rest, root in ((_within(path, place), root) for place, root, _ in self._places)
@@ -249,7 +252,7 @@ class _NamedPlaces:
         return is_seen
 
     def _comes(self, target: str, root: str, pattern: Sequence[str] | None) -> bool:
-        """Return whether a walk comes to a file without links."""
+        """Return whether a walk reaches a file without links."""
         rest = _within(target, root)
         if rest is None or names_passed_over(rest):
             return False
@@ -257,14 +260,14 @@ class _NamedPlaces:
 
 
 def _within(path: str, folder: str) -> str | None:
-    """Return the rest of a path within a folder, or None where it does not lie there."""
+    """Return the rest of a path within a folder; None if it is elsewhere."""
     if path == folder:
         return ""
     return path[len(folder) :] if path.startswith(f"{folder}/") else None
 
 
 def file_or_folder(path: FileLocation) -> pafs.FileInfo:
-    """Return what the file system says of a file or a folder.
+    """Return the information about a file or a folder.
 
     Raises:
         FileNotFoundError: There is nothing of that name.
@@ -279,7 +282,7 @@ def file_or_folder(path: FileLocation) -> pafs.FileInfo:
 
 
 def _chosen(folder: FileLocation, *, into_passed_over: bool, refusal_of: RefusalOf | None) -> Iterator[Entry]:
-    """Yield what paths and globs in a folder name, each once."""
+    """Yield the entries that paths and globs in a folder name, each once."""
     seen: set[str] = set()
     for name in folder.only:
         place = FileLocation.resolve_all(folder.below(name))
@@ -295,10 +298,10 @@ def _chosen(folder: FileLocation, *, into_passed_over: bool, refusal_of: Refusal
 
 
 def _matching(glob: FileLocation, refusal_of: RefusalOf | None) -> Iterator[Entry]:
-    """Yield what a glob names, and what could not be looked into and may hide some of it.
+    """Yield the entries that a glob names, and entries that could not be checked and may hide others.
 
     Raises:
-        FileNotFoundError: There is no folder that it begins with.
+        FileNotFoundError: The folder that the glob begins with does not exist.
         NoParquetFilesError: It names no Parquet files.
     """
     pattern = glob.only[0].split("/")
@@ -316,7 +319,7 @@ def _matching(glob: FileLocation, refusal_of: RefusalOf | None) -> Iterator[Entr
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Tell whether a glob names a path, or a folder that it lies in."""
+    """Return whether a glob names a path, or a folder above it."""
     if not pattern:
         return True
     if pattern[0] == "**":
@@ -333,26 +336,20 @@ def _may_lead_to(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 def walk(
     folder: FileLocation, *, into_passed_over: bool = False, refusal_of: RefusalOf | None = None
 ) -> Iterator[Entry]:
-    """Yield what lies under a folder: of each folder its files by name, then what is below; see `data_set`.
+    """Yield the entries below a folder: the files of each folder by name, then its folders; see `data_set`.
 
-    One folder is in memory at a time, and some that are listed ahead on other machines. A folder is listed before
-    the first of its files is yielded: one that is replaced meanwhile comes once. Key material belongs to its
-    Parquet file, and comes only where that is not there.
+    A folder is listed before its first file is yielded, so that a file that is replaced meanwhile comes once. Key
+    material is yielded only if its Parquet file does not exist.
     """
     with FolderLister(folder.filesystem) as lister:
-        for listing in lister.folders(
-            folder.path, is_passed_over, into_passed_over=into_passed_over, refusal_of=refusal_of
-        ):
+        for listing in lister.folders(folder.path, into_passed_over=into_passed_over, refusal_of=refusal_of):
             yield from _classified(folder.filesystem, lister, listing, into_passed_over=into_passed_over)
 
 
 def all_files(folder: FileLocation) -> Iterator[FileLocation]:
-    """Yield all that lies under a folder and is no folder, whatever it is called, and folders that do not open.
-
-    A link is a link here, and not followed.
-    """
+    """Yield everything below a folder except folders that can be listed. Links are yielded, and not followed."""
     with FolderLister(folder.filesystem) as lister:
-        for listing in lister.folders(folder.path, is_passed_over, into_passed_over=True, follow_links=False):
+        for listing in lister.folders(folder.path, into_passed_over=True, follow_links=False):
             if listing.error is not None and not listing.is_gone:
                 yield FileLocation(folder.filesystem, listing.path)
             for listed in listing.listed:
@@ -361,28 +358,27 @@ def all_files(folder: FileLocation) -> Iterator[FileLocation]:
 
 
 def names_in(folder: FileLocation) -> list[tuple[str, str, bool]]:
-    """Return the name and path of what lies in a folder itself, and whether it is a file that can be looked at.
+    """Return name and path of each entry of a folder, and whether it is a file that can be checked.
 
     Raises:
         OSError: The folder cannot be listed.
     """
-    with FolderLister(folder.filesystem) as lister:
-        listing = next(lister.folders(folder.path, lambda _: True, into_passed_over=False))
+    listing = FolderLister(folder.filesystem).fill(Listing(folder.path))
     if listing.error is not None:
         raise listing.error
     return [(listed.name, listed.path, not listed.is_folder and listed.error is None) for listed in listing.listed]
 
 
 def infos_in(folder: FileLocation) -> list[pafs.FileInfo]:
-    """Return what is in a folder, without what is below. Links are followed.
+    """Return the information about each entry of a folder. Links are followed.
 
-    Arrow cannot list a folder with a name that is not UTF-8. A file of such a name is left out if readers skip it,
-    or its name is not that of a Parquet file.
+    Arrow cannot list a folder with a name that is not UTF-8. Files of such names are left out, unless they may be
+    Parquet files.
 
     Raises:
         FileNotFoundError: There is no such folder.
         OSError: It cannot be listed.
-        IncompleteDataSetError: It has another name that is not UTF-8.
+        IncompleteDataSetError: It has a folder, or a possible Parquet file, whose name is not UTF-8.
     """
     try:
         infos: list[pafs.FileInfo] = folder.filesystem.get_file_info(pafs.FileSelector(folder.path))
@@ -401,7 +397,7 @@ def infos_in(folder: FileLocation) -> list[pafs.FileInfo]:
         elif not is_passed_over(name) and (is_folder or _SAYS_PARQUET.search(name)):
             unseen.append((escaped_path(f"{folder.path}/{name}"), "this name is not valid UTF-8"))
         else:
-            _log.warning("not listed, for its name is not UTF-8: %s/%s", folder, escaped_path(name))
+            _log.warning("not listed, because its name is not UTF-8: %s/%s", folder, escaped_path(name))
     if unseen:
         raise IncompleteDataSetError(unseen, hint="Rename it.")
     infos = folder.filesystem.get_file_info(paths)
@@ -409,39 +405,35 @@ def infos_in(folder: FileLocation) -> list[pafs.FileInfo]:
 
 
 def raise_for_unseen(unseen: Sequence[Unseen], *, hint: str) -> None:
-    """Raise an error that names what could not be looked into; things that were removed meanwhile are none.
-
-    Raises:
-        IncompleteDataSetError: There is such a thing.
-    """
+    """Raise `IncompleteDataSetError` for entries that could not be checked, unless they were removed meanwhile."""
     entries = [(entry.path, entry.reason) for entry in unseen if not entry.is_gone]
     if entries:
         raise IncompleteDataSetError(entries, hint=hint)
 
 
 def is_passed_over(name: str) -> bool:
-    """Return whether readers of data sets pass over a file or folder of this name, as Spark has it."""
+    """Return whether readers of data sets pass over this name, by Spark's rule."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 def is_data_file(file: FileLocation) -> bool:
-    """Return whether a file belongs to the data set of its folder: by its name, or else by its magic.
+    """Return whether a file belongs to the data set of its folder, by its name, or else by its magic.
 
     Raises:
-        OSError: It cannot be looked at.
+        OSError: It cannot be read.
     """
     if is_passed_over(file.name):
         return False
     if _SAYS_PARQUET.search(file.name):
         return True
-    verdict = _has_magic(file.path) if file.is_local else _has_magic_elsewhere(file.filesystem, file.path)
+    verdict = _has_magic(file)
     if isinstance(verdict, OSError):
         raise verdict
     return verdict
 
 
 def names_passed_over(path: str) -> list[str]:
-    """Return the names in a path within a data set that make readers pass over it."""
+    """Return the names in a path that make readers of the data set pass over it."""
     return [name for name in path.split("/") if is_passed_over(name)]
 
 
@@ -462,7 +454,7 @@ def _is_key_material_of(name: str, names: Collection[str]) -> bool:
 
 
 def parquet_file_of(key_material: FileLocation) -> FileLocation | None:
-    """Return the Parquet file beside which a file is its key material; None where it is no key material."""
+    """Return the Parquet file to which key material belongs; None if there is none."""
     name = key_material.name.removeprefix(_KEY_MATERIAL_PREFIX).removesuffix(".json")
     parquet_file = key_material.sibling(name or "_")
     is_named_so = key_material_location(parquet_file).name == key_material.name
@@ -470,30 +462,28 @@ def parquet_file_of(key_material: FileLocation) -> FileLocation | None:
 
 
 def _asks_for_magic(listing: Listing, listed: Listed) -> bool:
-    """Return whether the name of a file does not say whether it is Parquet."""
+    """Return whether only its magic shows whether a file is Parquet."""
     if listed.is_folder or listed.error is not None or listing.is_passed_over or is_passed_over(listed.name):
         return False
     return not listed.name.startswith(_KEY_MATERIAL_PREFIX) and _SAYS_PARQUET.search(listed.name) is None
 
 
-def _has_magic(path: str) -> bool | OSError:
+def _has_magic(file: FileLocation) -> bool | OSError:
     try:
-        # A pipe that took its place must not make this wait.
-        descriptor = operating_system.open_file(path, os.O_RDONLY, follow_link=True)
-        try:
-            start = operating_system.read_at(descriptor, MAGIC_LENGTH, 0)
-            end = max(0, os.fstat(descriptor).st_size - MAGIC_LENGTH)
-            return not _MAGIC.isdisjoint((start, operating_system.read_at(descriptor, MAGIC_LENGTH, end)))
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return named(error, path)
+        with open_source(file) as source:
+            length = min(MAGIC_LENGTH, source.size_bytes)
+            ends = (source.read_at(0, length), source.read_at(source.size_bytes - length, length))
+            return not _MAGIC.isdisjoint(map(bytes, ends))
+    except Exception as error:
+        if file.is_local and isinstance(error, OSError):
+            return _named(error, file.path)
+        return store_error(error, file.path)
 
 
 def _classified(
     filesystem: pafs.FileSystem, lister: FolderLister, listing: Listing, *, into_passed_over: bool
 ) -> Iterator[Entry]:
-    """Yield what is in a folder, except folders that are listed themselves."""
+    """Yield the entries of a folder, except folders that are listed themselves."""
     if listing.error is not None:
         here = FileLocation(filesystem, listing.path)
         if listing.is_passed_over:
@@ -501,9 +491,10 @@ def _classified(
         else:
             yield Unseen(here, listing.error, listing.is_gone)
     names = {listed.name for listed in listing.listed if not listed.is_folder}
-    verdicts = _magic(
-        filesystem, lister, [listed.path for listed in listing.listed if _asks_for_magic(listing, listed)]
-    )
+    asked = [
+        FileLocation(filesystem, listed.path) for listed in listing.listed if _asks_for_magic(listing, listed)
+    ]
+    verdicts = lister.threads.map(_has_magic, asked) if len(asked) > 1 else map(_has_magic, asked)
     for listed in listing.listed:
         location = FileLocation(filesystem, listed.path)
         reason = _reason_by_name(listing, listed, names)
@@ -526,16 +517,253 @@ def _classified(
                 yield LeftOut(location, LeftOutReason.NOT_PARQUET)
 
 
-def _magic(filesystem: pafs.FileSystem, lister: FolderLister, paths: Sequence[str]) -> Iterator[bool | OSError]:
-    look = _has_magic if lister.is_local else partial(_has_magic_elsewhere, filesystem)
-    return lister.threads.map(look, paths) if len(paths) > 1 else map(look, paths)
+# --- the content of folders, as it is ---
+
+AT_A_TIME = 16
+"""How many files are read, and remote folders listed, at a time: threads mostly wait."""
+
+_MOST_LEVELS = 500
+"""On remote file systems, deeper folders are taken for circular links."""
 
 
-def _has_magic_elsewhere(filesystem: pafs.FileSystem, path: str) -> bool | OSError:
+@dataclass(slots=True)
+class Listed:
+    """A name in a folder.
+
+    Attributes:
+        is_folder: Whether it is a folder, or a link to one.
+        error: Why it could not be checked, or that it is neither a file nor a folder.
+        is_gone: Whether it was removed since the folder was listed.
+    """
+
+    name: str
+    path: str
+    is_folder: bool = False
+    is_link: bool = False
+    size_bytes: int = 0
+    error: OSError | None = None
+    is_gone: bool = False
+
+
+@dataclass(slots=True)
+class Listing:
+    """The content of a folder, by name.
+
+    Attributes:
+        path: The folder.
+        is_passed_over: Whether the name of the folder, or of one above it, is passed over.
+        above: Device and inode of the folders above it, on the way that led to it.
+        listed: Its content.
+        error: Why the content is incomplete; None if it is complete.
+        is_gone: Whether the folder was removed meanwhile.
+    """
+
+    path: str
+    is_passed_over: bool = False
+    above: frozenset[tuple[int, int]] = frozenset()
+    listed: list[Listed] = field(default_factory=list)
+    error: OSError | None = None
+    is_gone: bool = False
+
+
+RefusalOf = Callable[[str], OSError | None]
+"""Returns why a link to a folder is not followed; None if it is."""
+
+
+class FolderLister:
+    """Lists folders, remote ones some at a time; used in a `with` block.
+
+    Attributes:
+        threads: They wait for remote file systems, and start when they are needed.
+    """
+
+    def __init__(self, filesystem: pafs.FileSystem) -> None:
+        self._filesystem = filesystem
+        self.is_local = isinstance(filesystem, pafs.LocalFileSystem)
+        self.threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="parquet-keytools-walk")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.threads.shutdown(cancel_futures=True)
+
+    def folders(
+        self,
+        root: str,
+        *,
+        into_passed_over: bool,
+        follow_links: bool = True,
+        refusal_of: RefusalOf | None = None,
+    ) -> Iterator[Listing]:
+        """Yield the listings of a folder and of all folders below it, outer folders first.
+
+        Args:
+            root: The folder.
+            into_passed_over: Whether folders that are passed over are listed, too.
+            follow_links: Whether a link to a folder is a folder.
+            refusal_of: Returns why a link to a folder is not followed; None follows it.
+        """
+        # Not recursive, because folders may be deeper than Python's stack.
+        waiting: list[Iterator[Listing]] = [self._listings([Listing(root)])]
+        while waiting:
+            listing = next(waiting[-1], None)
+            if listing is None:
+                waiting.pop()
+                continue
+            if not follow_links:
+                for listed in listing.listed:
+                    listed.is_folder &= not listed.is_link
+            if refusal_of is not None:
+                for listed in listing.listed:
+                    if listed.is_link and listed.is_folder and (error := refusal_of(listed.path)) is not None:
+                        listed.is_folder, listed.error = False, error
+            below = [
+                Listing(listed.path, listing.is_passed_over or is_passed_over(listed.name), listing.above)
+                for listed in listing.listed
+                if listed.is_folder and (into_passed_over or not is_passed_over(listed.name))
+            ]
+            if below and len(waiting) > _MOST_LEVELS and not self.is_local:
+                listing.error = OSError(errno.ELOOP, "its folders lie too deep", escaped_path(listing.path))
+                below = []
+            yield listing
+            # It may be long, and the folders below take their time.
+            del listing
+            if below:
+                waiting.append(self._listings(below))
+
+    def _listings(self, folders: Sequence[Listing]) -> Iterator[Listing]:
+        """List folders in their order, remote ones some ahead."""
+        if self.is_local or len(folders) == 1:
+            yield from map(self.fill, folders)
+            return
+        ahead: deque[Future[Listing]] = deque()
+        for folder in folders:
+            ahead.append(self.threads.submit(self.fill, folder))
+            if len(ahead) == AT_A_TIME:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+    def fill(self, listing: Listing) -> Listing:
+        """Fill in the content of a folder."""
+        (_list_local if self.is_local else self._list_other)(listing)
+        listing.listed.sort(key=lambda listed: listed.name)
+        return listing
+
+    def _list_other(self, listing: Listing) -> None:
+        """List a remote folder; Arrow's wrapper of fsspec silently leaves out what it may not list."""
+        fsspec = fsspec_of(self._filesystem)
+        base = listing.path.strip("/")
+        try:
+            if fsspec is not None:
+                # The cache may be outdated.
+                fsspec.invalidate_cache(listing.path)
+                infos = [_info_of(found) for found in fsspec.ls(listing.path, detail=True)]
+            else:
+                infos = self._filesystem.get_file_info(pafs.FileSelector(listing.path))
+        except Exception as error:
+            listing.error = store_error(error, listing.path)
+            listing.is_gone = isinstance(error, FileNotFoundError)
+            return
+        for info in infos:
+            path = info.path.rstrip("/")
+            name = path.rpartition("/")[2]
+            if path.strip("/") == base:
+                # An object that marks the folder itself.
+                continue
+            listed = Listed(name, path, info.type == pafs.FileType.Directory, size_bytes=info.size or 0)
+            if path.strip("/") != f"{base}/{name}".strip("/") or not name:
+                # Such as `a//b`: Arrow cannot name it.
+                listed.is_folder, listed.error = False, _odd("the store lists it in another folder", path)
+            elif info.type not in (pafs.FileType.Directory, pafs.FileType.File):
+                listed.error = _odd("neither a file nor a folder, as the store has it", path)
+            listing.listed.append(listed)
+
+
+def _list_local(listing: Listing) -> None:
     try:
-        with filesystem.open_input_file(path) as file:
-            end = max(0, file.size() - MAGIC_LENGTH)
-            ends = (file.read_at(MAGIC_LENGTH, 0), file.read_at(MAGIC_LENGTH, end))
-    except Exception as error:
-        return store_error(error, path)
-    return not _MAGIC.isdisjoint(ends)
+        found = os.stat(listing.path)  # noqa: PTH116 - for each folder of many
+        this = (found.st_dev, found.st_ino)
+        if this in listing.above:
+            listing.error = OSError(
+                errno.ELOOP, "a link to a folder that contains it: remove it", escaped_path(listing.path)
+            )
+            return
+        listing.above |= {this}
+        with os.scandir(listing.path) as entries:
+            for entry in entries:
+                listing.listed.append(_look_at(entry))
+    except OSError as error:
+        listing.error = _named(error, listing.path)
+        listing.is_gone = isinstance(error, FileNotFoundError) and not os.path.lexists(listing.path)
+
+
+def _look_at(entry: os.DirEntry[str]) -> Listed:
+    listed = Listed(entry.name, with_slashes(entry.path), is_link=entry.is_symlink())
+    try:
+        listed.is_folder = entry.is_dir()
+        if not listed.is_folder:
+            found = entry.stat()
+            listed.size_bytes = found.st_size
+            if not stat.S_ISREG(found.st_mode):
+                kind = _KINDS.get(stat.S_IFMT(found.st_mode), "neither a file nor a folder")
+                listed.error = _odd(f"{kind}: remove it, or begin its name with a dot", entry.path)
+    except FileNotFoundError as error:
+        listed.error = _named(error, entry.path)
+        listed.is_gone = not listed.is_link
+        if not listed.is_gone:
+            text = "a dangling link: mount its target, or remove the link"
+            listed.error = OSError(errno.ENOENT, text, escaped_path(entry.path))
+    except OSError as error:
+        listed.error = _named(error, entry.path)
+    if not is_utf8(entry.name):
+        listed.is_folder = False
+        listed.error = OSError(errno.EILSEQ, "this name is not valid UTF-8: rename it", escaped_path(entry.path))
+    return listed
+
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def is_utf8(name: str) -> bool:
+    """Return whether a name of the operating system is UTF-8."""
+    if name.isascii():
+        return True
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _info_of(found: dict[str, Any]) -> pafs.FileInfo:
+    kinds = {"file": pafs.FileType.File, "directory": pafs.FileType.Directory}
+    kind = kinds.get(found["type"], pafs.FileType.Unknown)
+    return pafs.FileInfo(str(found["name"]), kind, size=found.get("size"))
+
+
+def _named(error: OSError, path: str) -> OSError:
+    """Return an error with a printable path, and without traceback and cause."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return OSError(error.errno or errno.EIO, reason, escaped_path(path))
+
+
+def _odd(text: str, path: str) -> OSError:
+    return OSError(errno.EINVAL, text, escaped_path(path))
+
+
+def store_error(error: Exception, path: str) -> OSError:
+    """Return the error of a store, without the texts of client libraries, which may quote signed addresses."""
+    if isinstance(error, UnicodeDecodeError):
+        return OSError(errno.EILSEQ, "a name in it is not valid UTF-8: rename it", escaped_path(path))
+    if isinstance(error, OSError):
+        number = error.errno or (errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO)
+        lines = str(error.strerror or error).splitlines() or [type(error).__name__]
+        return OSError(number, lines[0], escaped_path(path))
+    return OSError(errno.EIO, f"the store failed ({type(error).__name__})", escaped_path(path))

@@ -33,8 +33,8 @@ from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.keys.material_store import read_key_materials, remove_key_materials
 from parquet_keytools.runtime.endings import ExceptionWatch, share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, OwnerProcess
-from parquet_keytools.storage.failures import failing_as_output, refuse_in_child
-from parquet_keytools.storage.listing import is_utf8
+from parquet_keytools.runtime.presentation import escaped_path
+from parquet_keytools.storage.local_files import exclusive_folder, failing_as_output, refuse_in_child
 from parquet_keytools.storage.locations import (
     OBJECT_STORES,
     FileLocation,
@@ -43,11 +43,8 @@ from parquet_keytools.storage.locations import (
     fsspec_of,
     key_material_location,
 )
-from parquet_keytools.storage.locks import exclusive_folder
-from parquet_keytools.storage.made_folders import MadeFolders
-from parquet_keytools.storage.outputs import PendingOutput, pending_output, write_whole
-from parquet_keytools.storage.printable import escaped_path
-from parquet_keytools.storage.walk import all_files, infos_in, names_in, parquet_file_of
+from parquet_keytools.storage.outputs import MadeFolders, PendingOutput, pending_output, write_whole
+from parquet_keytools.storage.walk import all_files, infos_in, is_utf8, names_in, parquet_file_of
 from parquet_keytools.view.plain_file import PlainFiles, PlainInput
 
 _log = logging.getLogger(__name__)
@@ -351,7 +348,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             )
         if mode == "xb" and location.info().type != pafs.FileType.NotFound:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(location))
-        refuse_partition_folders(self._keys, self._table_to_write(), location.path)
+        _refuse_partition_folders(self._keys, self._table_to_write(), location.path)
         self._made.begin(location.path)
         if location.is_local and not (location.makes_folders or Path(location.path).parent.is_dir()):
             raise FileNotFoundError(errno.ENOENT, "the folder of this file does not exist", str(location))

@@ -9,7 +9,7 @@ import pytest
 
 from parquet_keytools import Keytools
 from parquet_keytools.rotation import rekeying
-from parquet_keytools.storage.temporary_files import temporary_name
+from parquet_keytools.storage.local_files import temporary_name
 
 KINDS = pytest.mark.parametrize(
     "settings",

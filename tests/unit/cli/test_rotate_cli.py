@@ -9,7 +9,7 @@ import pytest
 from parquet_keytools import Keytools
 from parquet_keytools.errors import TableMismatchError
 from parquet_keytools.rotation import rekeying, rotate
-from parquet_keytools.storage.failures import warn_left_behind
+from parquet_keytools.storage.local_files import warn_left_behind
 
 
 def test_the_old_version_is_needed_no_more(run, keystore_case) -> None:

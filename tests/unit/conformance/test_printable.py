@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parquet_keytools.conformance.findings import FILE_SCOPES, RuleBook
-from parquet_keytools.storage.printable import printable
+from parquet_keytools.runtime.presentation import printable
 
 
 @pytest.mark.parametrize(

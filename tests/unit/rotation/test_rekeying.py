@@ -18,9 +18,9 @@ from parquet_keytools.format.byte_ranges import shortened
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import rekeying, tail
 from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.local_files import without_leftovers
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import whole_output
-from parquet_keytools.storage.temporary_files import without_leftovers
 
 KINDS: dict[str, dict[str, Any]] = {
     "encrypted footer": {},

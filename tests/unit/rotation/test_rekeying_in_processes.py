@@ -36,8 +36,8 @@ from parquet_keytools.rotation.file_keys import changed_while_rotated
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome
 from parquet_keytools.runtime import worker_processes
 from parquet_keytools.runtime.worker_processes import command_line_processes
+from parquet_keytools.storage.local_files import exclusive_folder
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.locks import exclusive_folder
 
 TABLE = pa.table({"id": range(100), "name": [f"name {number}" for number in range(100)]})
 FILES = 9

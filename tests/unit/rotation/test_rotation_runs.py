@@ -27,8 +27,8 @@ from parquet_keytools.keys.key_wrapping import DataKeys
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import data_set_run, file_keys, rotate
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, Outcome
+from parquet_keytools.storage.local_files import exclusive_folder
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.locks import exclusive_folder
 from parquet_keytools.storage.outputs import LocalSink
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])

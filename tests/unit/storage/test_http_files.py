@@ -197,7 +197,7 @@ def certificate_of_localhost(path: Path) -> Path:
 
 
 def test_nothing_is_written_there(serve: Any) -> None:
-    with pytest.raises(OutputError, match="only read"):
+    with pytest.raises(OutputError, match="read-only"):
         keytools().write_table(TABLE, serve().url("new.parquet"))
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from parquet_keytools.errors import OutputError
-from parquet_keytools.storage import locks
+from parquet_keytools.storage import local_files
+from parquet_keytools.storage.local_files import LOCK_NAME, exclusive_folder
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.locks import exclusive_folder
-from parquet_keytools.storage.temporary_files import LOCK_NAME
 
 OTHER = 65534
 """A user who owns nothing here."""
@@ -221,7 +220,7 @@ def test_the_lock_of_another_user_is_not_waited_for_without_end(
     (folder / LOCK_NAME).touch(0o600)
 
     def refused() -> None:
-        monkeypatch.setattr(locks, "FOREIGN_LOCK_SECONDS", 0.3)
+        monkeypatch.setattr(local_files, "FOREIGN_LOCK_SECONDS", 0.3)
         with pytest.raises(OutputError, match="belongs to another user"), exclusive_folder(in_folder(folder)):
             pytest.fail("went on")
 

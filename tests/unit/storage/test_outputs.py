@@ -16,31 +16,29 @@ import pytest
 
 from parquet_keytools.errors import ChangedMeanwhileError, OutputError, StorageFailedError
 from parquet_keytools.runtime import operating_system
-from parquet_keytools.storage import outputs, temporary_files
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.outputs import PendingOutput, discarded_unless_done, pending_output
-from parquet_keytools.storage.temporary_files import (
+from parquet_keytools.storage import local_files, outputs
+from parquet_keytools.storage.local_files import (
     OccasionalScan,
     parse_temporary_name,
     temporary_name,
     without_leftovers,
 )
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import PendingOutput, discarded_unless_done, pending_output
 
-KINDS = ("unnamed", "named", "named, no links", "named, no locks")
+KINDS = ("links and locks", "no links", "no locks")
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the file system can do: files without names, hard links, locks."""
-    if request.param != "unnamed":
-        monkeypatch.setattr(outputs, "_NO_DESCRIPTORS", True)
-    if request.param == "named, no links":
+    """What the file system can do."""
+    if request.param == "no links":
 
         def refused(*_: object, **__: object) -> None:
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
         monkeypatch.setattr(os, "link", refused)
-    elif request.param == "named, no locks":
+    elif request.param == "no locks":
 
         def unsupported(*_: object) -> bool:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -109,16 +107,11 @@ def test_a_link_in_place_of_the_new_file(tmp_path: Path, kind: str, monkeypatch:
             path.symlink_to(victim)
 
     at_sync(monkeypatch, swap)
-    if kind == "unnamed":
-        with whole_output(at(folder / "x")) as pending:
-            write(pending, b"new")
-        assert (folder / "x").read_bytes() == b"new" and not (folder / "x").is_symlink()
-    else:
-        with (
-            pytest.raises(OutputError, match="not the file that was written"),
-            whole_output(at(folder / "x")) as pending,
-        ):
-            write(pending, b"new")
+    with (
+        pytest.raises(OutputError, match="not the one that was written"),
+        whole_output(at(folder / "x")) as pending,
+    ):
+        write(pending, b"new")
     assert victim.read_bytes() == b"secret" and victim.stat().st_mode & 0o777 == 0o600
 
 
@@ -290,16 +283,8 @@ def killed_while_writing(path: Path, **options: Any) -> None:
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
-def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    killed_while_writing(tmp_path / "x")
-    assert names(tmp_path) == []
-
-
 @pytest.mark.parametrize("keeps_open", [True, False])
-def test_the_next_run_removes_what_is_left(
-    tmp_path: Path, keeps_open: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outputs, "_NO_DESCRIPTORS", True)
+def test_the_next_run_removes_what_is_left(tmp_path: Path, keeps_open: bool) -> None:
     killed_while_writing(tmp_path / "x", keeps_open=keeps_open)
     left = [name for name in names(tmp_path) if parse_temporary_name(name)]
     assert len(left) == 1 and (tmp_path / left[0]).read_bytes() == b"half"
@@ -385,7 +370,7 @@ def test_what_cannot_be_removed_is_no_failure(tmp_path: Path, monkeypatch: pytes
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(1, "no")
 
-    monkeypatch.setattr(temporary_files.os, "unlink", refused)
+    monkeypatch.setattr(local_files.os, "unlink", refused)
     assert list(without_leftovers([at(tmp_path / "x")]))
 
 

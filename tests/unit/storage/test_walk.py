@@ -20,7 +20,7 @@ from pyarrow import fs as pafs
 from parquet_keytools import Keytools
 from parquet_keytools.arrow.file_systems import DelegatingHandler
 from parquet_keytools.errors import NoParquetFilesError, OutputError
-from parquet_keytools.storage import listing, walk
+from parquet_keytools.storage import walk
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
 
@@ -65,7 +65,7 @@ def test_a_folder_that_breaks_off_while_it_is_listed(root: Path, monkeypatch: py
             if self._breaks:
                 raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(listing.os, "scandir", Broken)
+    monkeypatch.setattr(walk.os, "scandir", Broken)
     entries = found(root)
     assert files_of(entries) == {"a=1/x.parquet", "a=2/x.parquet", "z.parquet"}
     unseen = entries["a=1"]
