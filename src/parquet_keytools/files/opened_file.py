@@ -596,7 +596,9 @@ class FileIdentities:
         shared = shared_with_workers(self._files)
         if shared is not None:
             self._files = shared
-        return {"_refuses": self._refuses, "_salt": self._salt, "_files": shared or {}}
+        # An empty shared dictionary is false.
+        files = {} if shared is None else shared
+        return {"_refuses": self._refuses, "_salt": self._salt, "_files": files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

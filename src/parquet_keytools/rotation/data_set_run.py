@@ -53,7 +53,7 @@ _FILES_PER_TURN = 1000
 SMALL_BYTES = 4 << 20
 """Larger files are changed by the main process: they keep its threads busy."""
 
-_AGAIN = "Give the same command again; if memory is short, with a smaller number of --processes."
+_AGAIN = "Repeat the command; if memory is short, with a smaller number of --processes."
 
 _log = logging.getLogger(__name__)
 

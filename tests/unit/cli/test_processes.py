@@ -125,7 +125,7 @@ def test_files_that_share_keys_are_found_in_whatever_process(
     run, config: Path, sharing: Path, tmp_path: Path
 ) -> None:
     first, *others = sorted(sharing.rglob("*.parquet"))
-    done = run("decrypt", sharing, tmp_path / "out", "--config", config, "--processes", 2)
+    done = run("decrypt", sharing, tmp_path / "out", "--config", config, "--processes", 2, "--verbose")
     assert done.exit_code == 1
     assert "Decrypted 1 of 8 files" in done.stdout
     for other in others:
@@ -135,7 +135,7 @@ def test_files_that_share_keys_are_found_in_whatever_process(
     assert one == two and one["verdict"] == "violated"
     (shared,) = [rule for rule in two["rules"] if rule["id"] == "dek-shared"]
     assert shared["outcome"] == "broken"
-    done = run("rekey", sharing, tmp_path / "new", "--config", config, "--processes", 2)
+    done = run("rekey", sharing, tmp_path / "new", "--config", config, "--processes", 2, "--verbose")
     assert done.exit_code == 0
     assert done.stderr.count("share their data keys and file unique") == 7
 

@@ -264,7 +264,7 @@ def test_a_run_that_was_cut_off_is_repeated(tmp_path: Path, tools: Keytools, fol
     if who == "worker":
         assert "Stopped: a worker process was killed" in stderr
     if who != "parent":
-        assert "Give the same command again" in stderr and "Traceback" not in stderr
+        assert "Repeat the command" in stderr and "Traceback" not in stderr
     for path in folder.rglob("*.parquet"):
         assert tools.read_table(path).equals(TABLE)
     between = tree_digest(folder)
