@@ -89,9 +89,9 @@ NOT_PROMISED = {
     # For tables of Iceberg, whose part of the package is the one to be used.
     *(f"parquet_keytools.kms.client.KmsClient.{name}" for name in ("wrap_raw", "unwrap_raw")),
     # What is beyond PyIceberg's own protocol, for other parts of ours.
-    *(f"{_FILE_IO}.{name}" for name in ("expect_metadata", "is_guarded", "keys", "mapped", "open_plaintext")),
-    *(f"{_FILE_IO}.{name}" for name in ("open_stored", "read_all", "read_metadata", "storage", "tables")),
-    *(f"{_TABLE}.{name}" for name in ("commit_keys", "known", "reader", "take", "working_copy")),
+    *(f"{_FILE_IO}.{name}" for name in ("keys", "open_listed", "open_plaintext")),
+    *(f"{_FILE_IO}.{name}" for name in ("read_all", "read_metadata", "stored_output", "table_at")),
+    *(f"{_TABLE}.{name}" for name in ("commit_updates", "known", "reader")),
 }
 """Public in form only."""
 

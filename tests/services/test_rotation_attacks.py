@@ -219,7 +219,7 @@ class Place(ExitStack):
             flags = ["--dry-run"] if dry_run else []
             flags += [text for key in only_master_key or () for text in ("--only-master-key", key)]
             flags += [text for old, new in (moves or {}).items() for text in ("--from", old, "--to", new)]
-            ended, out, err = self.run("rotate", self.folder, "--json", *flags)
+            ended, out, err = self.run("rotate", self.folder, "--json", "--verbose", *flags)
             outcomes = [(file["path"], file["outcome"]) for file in json.loads(out)["files"]]
             failed = [path for path, outcome in outcomes if outcome == "failed"]
             assert ended == (status if failed else 0), err

@@ -7,7 +7,6 @@ hundreds of them take little time. Each call that changes something under the jo
 from __future__ import annotations
 
 import errno
-import fcntl
 import gc
 import io
 import json
@@ -43,7 +42,7 @@ RENAMES = ("rename", "replace", "link")
 WRITES = ("write", "pwrite", "copy_file_range")
 """Calls that may have done a part of their work."""
 
-TAKES_SPACE = (*WRITES, "open", "link", "ioctl", "posix_fallocate", "fsync", "mkdir", "ftruncate")
+TAKES_SPACE = (*WRITES, "open", "link", "posix_fallocate", "fsync", "mkdir", "ftruncate")
 """Calls that a full disk makes fail."""
 
 
@@ -120,7 +119,6 @@ class Points:
             setattr(os, name, self._wrapped(name, getattr(os, name), 0))
         os.copy_file_range = self._wrapped("copy_file_range", os.copy_file_range, 1)
         os.open = self._wrapped_open(os.open)
-        fcntl.ioctl = self._wrapped("ioctl", fcntl.ioctl, 0)
         sys.addaudithook(self._on_event)
 
     def filesystem(self) -> Any:

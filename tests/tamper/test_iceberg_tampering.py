@@ -306,7 +306,7 @@ def test_key_metadata_is_not_exchanged(rotated: Victim) -> None:
     assert table.scan().to_arrow().num_rows == 240
     known = table.io.table_at(table.metadata_location)
     assert known is not None
-    files = [known.file_at(location) for location in rotated.files()[:2]]
+    files = [known.files.get(location) for location in rotated.files()[:2]]
     assert files[0] is not None and files[1] is not None
     one, two = files[0], files[1]
     known.learn("", [dataclasses.replace(one, encoded_key=two.encoded_key)])
@@ -326,5 +326,5 @@ def test_snapshots_do_not_exchange_their_manifest_lists(rotated: Victim) -> None
     assert before[0] != before[1]
     rotated.claim(exchange)
     for number in (0, 1):
-        with pytest.raises(DecryptionError, match=r"manifest list .* is that of another snapshot"):
+        with pytest.raises(DecryptionError, match=r"manifest list .* belongs to another snapshot"):
             rotated.scan(number)

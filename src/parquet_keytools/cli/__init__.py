@@ -1,6 +1,6 @@
 """`parquet-keytools`: the command line."""
 
-# Nothing slow is imported here: `--help` has to answer at once.
+# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import contextlib
@@ -24,10 +24,10 @@ from parquet_keytools.cli.output import ExitStatus, error_text, say, status_of
 
 
 class CommandGroup(TyperGroup):
-    """All commands. Errors go to stderr, without a traceback unless `--debug` asks for it."""
+    """All commands. Errors go to stderr, with a traceback only if `--debug` is given."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run a command."""
         try:
             return self._invoke(ctx)
         except BrokenPipeError:
@@ -61,12 +61,12 @@ class CommandGroup(TyperGroup):
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM came: as with Ctrl-C, what is half done is removed, and what was done is reported."""
+    """SIGTERM arrived: as with Ctrl-C, incomplete files are removed, and finished files are reported."""
 
 
 @contextlib.contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """Raise an exception when a signal is to end this process; the same signal again ends it at once."""
+    """Raise an exception for SIGTERM and SIGINT; the same signal again ends the process at once."""
 
     def interrupt(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
@@ -76,20 +76,20 @@ def _interrupted_by_signals() -> Iterator[None]:
         yield
         return
     former = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
-    # Not where it is ignored, as in background jobs of a shell.
+    # Background jobs of a shell ignore SIGINT: leave it so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         former[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         for number, handler in former.items():
-            # None is a handler that is not of Python.
+            # None stands for a handler that was not installed by Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """Print each warning as one line, without the place in the program that Python would show."""
+    """Print each warning as one line, without its place in the source."""
 
     def show(
         message: Warning | str,
@@ -107,7 +107,7 @@ def _warnings_on_stderr() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Keep Python from writing what is left to a pipe that nobody reads, when it exits."""
+    """Redirect stdout, so that Python does not write to a closed pipe when it exits."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -151,13 +151,13 @@ def _parquet_keytools(
 def _demo(
     folder: Annotated[
         Path,
-        typer.Option("--folder", metavar="DIR", help="Where its files go. An earlier demo there is replaced."),
+        typer.Option("--folder", metavar="DIR", help="Folder for the files. An earlier demo in it is replaced."),
     ] = Path("demo"),
 ) -> None:
-    """Encrypt 336,776 flights, read them back, and see what a reader without one of the keys gets."""
+    """Encrypt 336,776 flights, read them back, lose access to a key, and rotate a key."""
     from parquet_keytools import demo
 
-    # So that the commands that it prints can be pasted.
+    # The commands that the demo prints can be pasted.
     called = sys.argv[0]
     is_path = Path(called).name == "parquet-keytools" and shutil.which("parquet-keytools") != called
     demo.run(folder, called if is_path else "parquet-keytools")
@@ -180,7 +180,7 @@ app.add_typer(iceberg.app, name="iceberg")
 
 
 def _open_closed_streams() -> None:
-    """Open streams that are closed (`>&-`): else a file gets their number, and what is printed ends there."""
+    """Open closed streams (`>&-`): otherwise a file could get their number, and output would be written to it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - for the whole command

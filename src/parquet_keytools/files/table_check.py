@@ -183,29 +183,21 @@ class TableCheck:
         """
         names = sorted({name for path in paths for name in names_in_folders(path)})
         keyed = self.keyed(names)
-        verb, what = ("would be", "Partition") if is_planned else ("are", "Partition the source")
-        for name in names:
-            message = f"the values of column {name!r} {verb} in the names of folders, in plaintext"
-            if name in keyed:
-                raise ConfigurationError(
-                    f"{message}, and the table {self.table_name!r} has it under the key {keyed[name]!r}.",
-                    hint=f"{what} by another column, or take this one out of column_keys.",
-                )
+        are_shown = f"{'would be' if is_planned else 'are'} in the names of folders, in plaintext"
+        for name in keyed:
+            raise ConfigurationError(
+                f"the values of column {name!r} {are_shown}, and the table {self.table_name!r} has it under the "
+                f"key {keyed[name]!r}.",
+                hint="Partition by another column, or take this one out of column_keys.",
+            )
         for name in partition_names(names):
-            if is_planned and self._unlisted == "error" and not self._stays_plaintext(name):
-                raise ConfigurationError(
-                    f"column {name!r} is not listed in the table {self.table_name!r}, and its values would be in "
-                    "the names of folders, in plaintext.",
-                    hint="List it under plaintext_columns, or partition by another column.",
-                )
-            message = f"the values of column {name!r} {verb} in the names of folders, in plaintext"
             if self._unlisted == "error" and not self._stays_plaintext(name):
                 raise ConfigurationError(
-                    f"{message}, and the table {self.table_name!r} does not list it.",
-                    hint="List it under plaintext_columns, or partition the source by another column.",
+                    f"column {name!r} is not listed in the table {self.table_name!r}, and its values {are_shown}.",
+                    hint="List it under plaintext_columns, or partition by another column.",
                 )
             if self._unlisted == "footer_key" and not is_planned:
-                warnings.warn(message, UserWarning, stacklevel=3)
+                warnings.warn(f"the values of column {name!r} {are_shown}", UserWarning, stacklevel=3)
 
     def _stays_plaintext(self, name: str) -> bool:
         folded = str.lower if self._ignores_case else str

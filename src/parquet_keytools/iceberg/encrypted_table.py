@@ -73,8 +73,8 @@ _KEY_CHANGE_ATTEMPTS = 10
 class EncryptedTable(CommittingTable):
     """An encrypted table, with all methods of PyIceberg's tables; everything it writes is encrypted.
 
-    A commit that conflicts with another commit is repeated. A failed commit leaves the table as it was and removes
-    the files that were written for it; if its outcome is unknown, they stay.
+    A commit that conflicts with another commit is repeated. A failed commit leaves the table as it was. Its files
+    are removed, unless the catalog raised an error and might still take the commit.
 
     Args:
         table: A table that was loaded with `EncryptedFileIO`.

@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ from parquet_keytools.iceberg.key_chain import IcebergKeys, KeyChain
 from parquet_keytools.iceberg.manifests import ListedFile, files_in, manifests_in
 from parquet_keytools.iceberg.metadata import (
     KEY_ID_PROPERTY,
-    SnapshotKey,
     StandardKeyMetadata,
     TableEncryption,
     parse_table_metadata,
@@ -60,7 +59,6 @@ from parquet_keytools.iceberg.metadata import (
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import expanded
-from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import BufferSink
 from parquet_keytools.storage.sources import ArrowSource
@@ -204,61 +202,41 @@ class UncopiedInput(PlainInput):
 
 
 class KnownTable:
-    """One state of an encrypted table, and the keys of its files that were read so far."""
+    """One state of an encrypted table, and the keys of its files that were read so far.
+
+    Attributes:
+        encryption: What its metadata file says.
+        chain: Its keys.
+        lists: Location of each manifest list -> its snapshot.
+        files: Location of each manifest and data file, as far as manifest lists and manifests were read.
+    """
 
     def __init__(self, encryption: TableEncryption, keys: IcebergKeys) -> None:
         self.encryption = encryption
         self.chain = KeyChain(encryption, keys)
-        self._lists = {snapshot.manifest_list: snapshot for snapshot in encryption.snapshots}
-        self._files: dict[str, ListedFile] = {}
+        self.lists = {snapshot.manifest_list: snapshot for snapshot in encryption.snapshots}
+        self.files: dict[str, ListedFile] = {}
         self._read: set[str] = set()
-        self._pending: dict[str, SecretBytes] = {}
-        self._lock = ForkSafeLock()
 
-    def snapshot_of(self, manifest_list: str) -> SnapshotKey | None:
-        """Return the snapshot that has a manifest list, or None."""
-        return self._lists.get(manifest_list)
-
-    def file_at(self, location: str) -> ListedFile | None:
-        """Return the manifest or data file at a location, if it is known; errors of `files_in`."""
-        found = self._files.get(location)
-        if found is None and self._pending:
-            with self._lock:
-                # It stays pending until it is learnt: other threads wait for it here.
-                for manifest, content in self._pending.items():
-                    self.learn(manifest, files_in(content.reveal(), f"manifest {manifest}"))
-                self._pending = {}
-            found = self._files.get(location)
-        return found
+    def has(self, location: str) -> bool:
+        """Return whether a location is a file of the table, as far as it is known."""
+        return location in self.lists or location in self.files
 
     def learn(self, read_location: str, files: Iterable[ListedFile]) -> None:
         """Take the files that a manifest list or a manifest names."""
         for file in files:
-            known = self._files.get(file.location)
             # A file that is known to be encrypted never becomes a plaintext file.
-            if known is None or file.encoded_key is not None:
-                self._files[file.location] = file
+            if file.location not in self.files or file.encoded_key is not None:
+                self.files[file.location] = file
         self._read.add(read_location)
 
-    def learn_later(self, manifest: str, content: bytes) -> None:
-        """Take a manifest, which is decoded when one of its files is opened: planning a scan opens none."""
-        with self._lock:
-            if manifest not in self._read:
-                self._pending[manifest] = SecretBytes(content)
-                self._read.add(manifest)
-
-    def unread_lists(self) -> list[str]:
-        """Return the manifest lists that were not read yet, the current one first, then the newest."""
-        current = self.encryption.current_snapshot_id
-        newest_first = sorted(
-            self.encryption.snapshots, key=lambda s: (s.snapshot_id == current, s.timestamp_ms), reverse=True
-        )
-        return [s.manifest_list for s in newest_first if s.manifest_list not in self._read]
-
-    def unread_manifests(self) -> list[str]:
-        """Return the known manifests that were not read yet."""
-        files = list(self._files.values())
-        return [file.location for file in files if file.kind == "manifest" and file.location not in self._read]
+    def unread(self) -> Iterator[str]:
+        """Yield unread manifest lists, the newest first, and after each one the unread manifests."""
+        for manifest_list in reversed(self.lists):
+            if manifest_list not in self._read:
+                yield manifest_list
+            files = list(self.files.values())
+            yield from (f.location for f in files if f.kind == "manifest" and f.location not in self._read)
 
 
 class KnownTables:
@@ -289,15 +267,6 @@ class KnownTables:
         """Return all states."""
         with self._lock:
             return list(reversed(self._tables.values()))
-
-    def with_file(self, location: str) -> KnownTable | None:
-        """Return the newest state that has a manifest list, manifest or data file, or None."""
-        for table in self.newest_first():
-            # A damaged manifest of another table does not matter here.
-            with contextlib.suppress(ParquetFormatError):
-                if table.snapshot_of(location) is not None or table.file_at(location) is not None:
-                    return table
-        return None
 
 
 _of_configurations: dict[Path, tuple[tuple[int, int], KnownTables]] = {}
@@ -470,13 +439,11 @@ class EncryptedFileIO(FileIO):
         )
 
     def _find(self, location: str) -> KnownTable | None:
-        for table in reversed(list(self._tables.values())):
-            if table.snapshot_of(location) is not None or table.file_at(location) is not None:
+        for table in (*reversed(list(self._tables.values())), *self._known.newest_first()):
+            if table.has(location):
+                self._tables[table.encryption.metadata_location] = table
                 return table
-        found = self._known.with_file(location)
-        if found is not None:
-            self._tables[found.encryption.metadata_location] = found
-        return found
+        return None
 
     def _search(self, location: str) -> KnownTable | None:
         """Read metadata files and the rest of the tables in use: a worker process has read nothing yet."""
@@ -488,11 +455,9 @@ class EncryptedFileIO(FileIO):
             if (found := self._find(location)) is not None:
                 return found
         for table in list(self._tables.values()):
-            for manifest_list in table.unread_lists():
-                self.read_all(manifest_list)
-                for manifest in table.unread_manifests():
-                    self.read_all(manifest)
-                if table.file_at(location) is not None:
+            for unread in table.unread():
+                self.read_all(unread)
+                if location in table.files:
                     return table
         return None
 
@@ -527,18 +492,17 @@ class EncryptedFileIO(FileIO):
         table = table or self._search(location)
         if table is None:
             return self._open_unknown(location)
-        snapshot = table.snapshot_of(location)
+        snapshot = table.lists.get(location)
         if snapshot is not None:
             check_place(location, table.encryption.metadata_location, self._mapping)
             name = f"manifest list {location} of snapshot {snapshot.snapshot_id}"
             content = self._read_stream(location, table.chain.manifest_list_key(snapshot), None, name)
             table.learn(location, manifests_in(content, name, snapshot.snapshot_id))
             return io.BytesIO(content)
-        file = table.file_at(location)
-        assert file is not None
+        file = table.files[location]
         if file.kind == "manifest":
             content = self._read_stream(location, file.key_metadata(), file.length, file.name)
-            table.learn_later(location, content)
+            table.learn(location, files_in(content, file.name))
             return io.BytesIO(content)
         return self.open_listed(file)
 

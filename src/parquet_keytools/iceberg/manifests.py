@@ -80,7 +80,7 @@ def manifests_in(content: bytes, name: str, snapshot_id: int) -> list[ListedFile
     stated = header.get(_SNAPSHOT_ID)
     if stated not in (None, str(snapshot_id)):
         raise DecryptionError(
-            f"the {name} is that of another snapshot, {str(stated)[:20]}: the metadata file was changed.",
+            f"the {name} belongs to another snapshot, {str(stated)[:20]}: the metadata file was changed.",
             hint="Do not trust this metadata file; restore it from a backup.",
         )
     return [

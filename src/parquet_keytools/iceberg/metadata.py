@@ -64,7 +64,6 @@ class SnapshotKey:
     snapshot_id: int
     manifest_list: str
     key_id: str | None
-    timestamp_ms: int
 
 
 @dataclass(frozen=True)
@@ -216,14 +215,13 @@ def _entry(item: Mapping[str, Any], what: str, location: str) -> EncryptionKey:
 
 
 def _snapshot(item: Mapping[str, Any], location: str) -> SnapshotKey:
-    snapshot_id, timestamp = item.get("snapshot-id"), item.get("timestamp-ms", 0)
-    if type(snapshot_id) is not int or type(timestamp) is not int:
+    snapshot_id, key_id = item.get("snapshot-id"), item.get("key-id")
+    if type(snapshot_id) is not int:
         _refuse(location, "a snapshot has no id")
-    key_id = item.get("key-id")
     if key_id is not None and not isinstance(key_id, str):
         raise KeyMaterialError(f"snapshot {snapshot_id}: its key-id is not text", path=location)
     # Snapshots of version 1 may list manifests instead of a manifest list; they are never encrypted.
-    return SnapshotKey(snapshot_id, str(item.get("manifest-list") or ""), key_id, timestamp)
+    return SnapshotKey(snapshot_id, str(item.get("manifest-list") or ""), key_id)
 
 
 def _objects(document: Mapping[str, Any], name: str, location: str) -> list[dict[str, Any]]:

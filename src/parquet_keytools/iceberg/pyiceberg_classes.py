@@ -248,7 +248,7 @@ class _ManifestListWriterV3(ManifestListWriterV2):
         first_row_ids: Location of each manifest of the parent snapshot -> its first row id.
 
     Attributes:
-        next_row_id: The first row id after those of the list.
+        next_row_id: The first row id after the rows of the list.
     """
 
     def __init__(

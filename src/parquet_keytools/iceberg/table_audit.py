@@ -243,9 +243,8 @@ class TableReport:
         keks: The KEKs of the table.
         lists: The manifest lists of its snapshots, in order.
         statistics: Files with statistics of the table and of its partitions.
-        plaintext_orphans: Plaintext files in the folder of an encrypted table that no readable link names.
         problems: What is wrong with the metadata file itself.
-        links: All files of the key chain, by location.
+        links: All files of the key chain, and plaintext files in the folder that no readable link names.
         orphans: Locations of files in the folder of the table that nothing names; None where that is unknown.
         kms_failed: Whether the KMS refused or could not be reached, which causes other problems, too.
     """
@@ -254,7 +253,6 @@ class TableReport:
     keks: list[KekReport] = field(default_factory=list)
     lists: list[ChainLink] = field(default_factory=list)
     statistics: list[ChainLink] = field(default_factory=list)
-    plaintext_orphans: list[ChainLink] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     links: dict[str, ChainLink] = field(default_factory=dict)
     orphans: list[str] | None = None
@@ -272,7 +270,7 @@ class TableReport:
     @property
     def files(self) -> list[ChainLink]:
         """All files that were examined."""
-        return [*self.links.values(), *self.statistics, *self.plaintext_orphans]
+        return [*self.links.values(), *self.statistics]
 
     @property
     def plaintext_files(self) -> list[str]:
@@ -491,7 +489,7 @@ class TableAudit:
             with contextlib.suppress(*_UNREADABLE), self._open_stored(location) as stored:
                 if stored.read(len(MAGIC)) in _PLAINTEXT:
                     kind = "orphan" if self._is_complete else "file"
-                    self._report.plaintext_orphans.append(ChainLink(location, kind, stored.size(), False))
+                    self._report.links[location] = ChainLink(location, kind, stored.size(), is_encrypted=False)
         # Below a broken link, it is unknown what the table names.
         if self._is_complete:
             self._report.orphans = orphans

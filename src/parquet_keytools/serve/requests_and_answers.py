@@ -63,12 +63,14 @@ class ServedRequest:
         raw_path: Path as sent, percent-encoded, without the query.
         raw_query: Text after the question mark.
         headers: Name in lower case -> values, in the order of the request.
+        client: IP address of the client.
     """
 
     method: str
     raw_path: str
     raw_query: str
     headers: Mapping[str, tuple[str, ...]]
+    client: str = ""
 
     def header(self, name: str) -> str | None:
         """Return the value of a header, or None.
@@ -117,10 +119,6 @@ class BegunReads:
         self._lock = threading.Lock()
         self._etags: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def of_client(self, client: str) -> ClientReads:
-        """Return the reads of a client."""
-        return ClientReads(self, client)
-
     def begin(self, client: str, file: ServedFile) -> None:
         """Remember the version that a client begins to read; drop the least recently used one above the limit."""
         with self._lock:
@@ -129,36 +127,23 @@ class BegunReads:
             if len(self._etags) > _MOST_REMEMBERED:
                 self._etags.popitem(last=False)
 
-    def begun(self, client: str, key: str) -> str | None:
-        """Return the ETag of the version that a client began to read."""
+    def listed(self, client: str, file: ServedFile) -> None:
+        """Remember the version that a listing shows: clients do not send HEAD for a listed file."""
+        if self._begun(client, file.key) is not None:
+            self.begin(client, file)
+
+    def is_other(self, client: str, file: ServedFile) -> bool:
+        """Return whether a client began to read another version; its first range begins this version."""
+        begun = self._begun(client, file.key)
+        if begun is None:
+            self.begin(client, file)
+        return begun not in (None, file.etag)
+
+    def _begun(self, client: str, key: str) -> str | None:
         with self._lock:
             if (etag := self._etags.get((client, key))) is not None:
                 self._etags.move_to_end((client, key))
             return etag
-
-
-@dataclass(frozen=True)
-class ClientReads:
-    """The reads of one client."""
-
-    reads: BegunReads
-    client: str
-
-    def begin(self, file: ServedFile) -> None:
-        """Remember the version that the client begins to read."""
-        self.reads.begin(self.client, file)
-
-    def listed(self, file: ServedFile) -> None:
-        """Remember the version that a listing shows: clients do not send HEAD for a listed file."""
-        if self.reads.begun(self.client, file.key) is not None:
-            self.reads.begin(self.client, file)
-
-    def is_other(self, file: ServedFile) -> bool:
-        """Return whether the client began to read another version; its first range begins this version."""
-        begun = self.reads.begun(self.client, file.key)
-        if begun is None:
-            self.begin(file)
-        return begun not in (None, file.etag)
 
 
 @dataclass(frozen=True)
@@ -279,7 +264,7 @@ _BEGINNING = re.compile(r"bytes\s*=\s*(?:-\d+|0+-)", re.IGNORECASE | re.ASCII)
 _ETAG = re.compile(r'(W/)?"([^"]*)"')
 
 
-def answer_http(tree: ServedTree, request: ServedRequest, key: str, reads: ClientReads) -> ServedAnswer:
+def answer_http(tree: ServedTree, request: ServedRequest, key: str, reads: BegunReads) -> ServedAnswer:
     """Return a file (see `answer_file`), or the links of a folder if the key is empty or ends with a slash.
 
     The key of a folder without a slash is redirected, since links are relative.
@@ -312,7 +297,7 @@ def _relative(name: str) -> str:
     return f"%68{link[1:]}" if link.startswith("http") else link
 
 
-def answer_file(tree: ServedTree, request: ServedRequest, key: str, reads: ClientReads) -> ServedAnswer:
+def answer_file(tree: ServedTree, request: ServedRequest, key: str, reads: BegunReads) -> ServedAnswer:
     """Return the response to a GET or HEAD of a file.
 
     A client begins to read a file with HEAD, a GET of the whole file or its last bytes, or a listing. A later
@@ -336,8 +321,8 @@ def answer_file(tree: ServedTree, request: ServedRequest, key: str, reads: Clien
     if wanted is not None and not _may_be_range(request, file):
         wanted = None
     if request.method == "HEAD" or wanted is None or _BEGINNING.fullmatch(wanted.strip()):
-        reads.begin(file)
-    elif request.header("if-match") is None and reads.is_other(file):
+        reads.begin(request.client, file)
+    elif request.header("if-match") is None and reads.is_other(request.client, file):
         raise RefusedRequestError(
             412,
             "PreconditionFailed",

@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape
 
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.serve.requests_and_answers import (
-    ClientReads,
+    BegunReads,
     RefusedRequestError,
     ServedAnswer,
     ServedRequest,
@@ -188,7 +188,7 @@ def answer_s3(
     tree: ServedTree,
     key_pair: KeyPair,
     request: ServedRequest,
-    reads: ClientReads,
+    reads: BegunReads,
     keep: Callable[[], None],
 ) -> ServedAnswer:
     """Return the response to an S3 request, whose path has the form `/view/key`.
@@ -197,7 +197,7 @@ def answer_s3(
         tree: The served tree.
         key_pair: The credentials of this run.
         request: The request.
-        reads: The versions that this client began to read.
+        reads: The versions that clients began to read.
         keep: Called once the signature is verified.
 
     Raises:
@@ -231,7 +231,7 @@ def answer_s3(
     _refuse_others(query, _LISTING)
     if query.get("list-type", "2") != "2":
         raise RefusedRequestError(400, "InvalidArgument", "The list-type must be 2.")
-    return _xml("ListBucketResult", _listing(tree, query, reads))
+    return _xml("ListBucketResult", _listing(tree, query, request.client, reads))
 
 
 def _refuse_others(query: dict[str, str], known: set[str]) -> None:
@@ -239,7 +239,7 @@ def _refuse_others(query: dict[str, str], known: set[str]) -> None:
         raise RefusedRequestError(501, "NotImplemented", f"The parameter {other[0]!r} is not supported.")
 
 
-def _listing(tree: ServedTree, query: dict[str, str], reads: ClientReads) -> str:
+def _listing(tree: ServedTree, query: dict[str, str], client: str, reads: BegunReads) -> str:
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
     most = _most_keys(query.get("max-keys", str(_MOST_KEYS)))
     is_encoded = query.get("encoding-type") == "url"
@@ -285,7 +285,7 @@ def _listing(tree: ServedTree, query: dict[str, str], reads: ClientReads) -> str
         except FileNotFoundError:
             # The file was removed after its folder was listed.
             continue
-        reads.listed(file)
+        reads.listed(client, file)
         modified = datetime.fromtimestamp(file.modified or 0, UTC).isoformat(timespec="milliseconds")
         files.append(
             f"<Contents><Key>{text(key)}</Key><LastModified>{modified[:-6]}Z</LastModified>"

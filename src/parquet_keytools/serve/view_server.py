@@ -153,16 +153,15 @@ class ViewConnection(BaseHTTPRequestHandler):
         if (request.header("host") or "").lower() not in self.hosts:
             raise RefusedRequestError(421, "InvalidRequest", "The server does not accept this host name.")
         first, slash, key = request.path.removeprefix("/").partition("/")
-        reads = self.begun_reads.of_client(self.client_address[0])
         if hmac.compare_digest(first.encode(), self.token.encode()):
             self.protocol, self._key = "http", key
             self.keep()
             if not slash:
                 return redirect_to_folder(request)
-            return answer_http(self.tree, request, key, reads)
+            return answer_http(self.tree, request, key, self.begun_reads)
         if self.key_pair is not None:
             self.protocol, self._key = "s3", key if first == BUCKET else ""
-            return answer_s3(self.tree, self.key_pair, request, reads, self.keep)
+            return answer_s3(self.tree, self.key_pair, request, self.begun_reads, self.keep)
         raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
 
     def _answer(self) -> None:
@@ -199,7 +198,7 @@ class ViewConnection(BaseHTTPRequestHandler):
         tokens = {part.strip().lower() for value in headers.get("connection", ()) for part in value.split(",")}
         self.close_connection = version != "HTTP/1.1" or "close" in tokens
         raw_path, _, raw_query = target.partition("?")
-        request = ServedRequest(self.command, raw_path, raw_query, headers)
+        request = ServedRequest(self.command, raw_path, raw_query, headers, self.client_address[0])
         if version not in _VERSIONS:
             raise RefusedRequestError(505, "InvalidRequest", "This version of HTTP is not supported.")
         if self.command not in _METHODS:

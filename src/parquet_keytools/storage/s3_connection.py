@@ -5,9 +5,9 @@ It aborts multipart uploads that killed processes left unfinished, which cost mo
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
+import pickle
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Literal
@@ -28,35 +28,25 @@ _TRIES = 10
 
 def can_reach(filesystem: pafs.S3FileSystem) -> bool:
     """Return whether a client can have the same permissions as a file system."""
-    given = _Options(filesystem).by_name
+    given = _options(filesystem)
     # Arrow does not show the credentials of an assumed role, and the keys of SSE-C.
     return not (given["anonymous"] or given["role_arn"] or given.get("sse_customer_key"))
 
 
 def client_of(filesystem: pafs.S3FileSystem) -> Any:
     """Return the client of a file system; equal file systems share it, but not across a fork."""
-    return _client(_Options(filesystem), os.getpid())
+    return _client(pickle.dumps(filesystem), os.getpid())
 
 
-class _Options:
-    """The options of a file system."""
-
-    def __init__(self, filesystem: pafs.S3FileSystem) -> None:
-        # Pickling is the public way to them.
-        _, (options,) = filesystem.__reduce__()
-        self.by_name: dict[str, Any] = options
-        self._digest = hashlib.sha256(repr(sorted(options.items())).encode()).digest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Options) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
+def _options(filesystem: pafs.S3FileSystem) -> dict[str, Any]:
+    # Pickling is the public way to them.
+    _, (options,) = filesystem.__reduce__()
+    return dict(options)
 
 
 @lru_cache(maxsize=16)
-def _client(options: _Options, _process_id: int) -> Any:
-    given = options.by_name
+def _client(pickled: bytes, _process_id: int) -> Any:
+    given = _options(pickle.loads(pickled))  # noqa: S301 - made here
     session = boto3.session.Session(
         aws_access_key_id=given["access_key"] or None,
         aws_secret_access_key=given["secret_key"] or None,
