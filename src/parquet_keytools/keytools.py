@@ -275,7 +275,7 @@ class Keytools(Summarised):
         location = FileLocation.resolve(folder, filesystem)
         with audit.about(location):
             return writing.write_dataset(
-                self._keys,
+                self._arrow_encryptor,
                 data,
                 location,
                 table_name,

@@ -339,7 +339,7 @@ def test_file_systems(tmp_path: Path, aad_prefix: str | None, key_material: str)
         tools.write_table(TABLE, path, filesystem=filesystem)
         assert tools.read_table(path, filesystem=filesystem).equals(TABLE)
         assert tools.dataset(path, filesystem=filesystem).to_table().equals(TABLE)
-        if aad_prefix is None:
+        if aad_prefix is None and key_material == "internal":
             properties = tools.decryption_properties(path, filesystem=filesystem)
             assert pq.read_table(path, filesystem=filesystem, decryption_properties=properties).equals(TABLE)
     assert (tmp_path / "z z.parquet").exists()

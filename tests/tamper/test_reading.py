@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from faults import FaultyKms
@@ -265,15 +266,15 @@ def test_a_file_that_is_swapped_while_it_is_read(
     """Between the look at the footer and pyarrow's own opening of the file: then it is looked at again."""
     tools = keytools(**settings)
     tools.write_table(TABLE, file_of_data_set)
-    read_table = pq.read_table
+    make_factory = ds.FileSystemDatasetFactory
     swaps = [swap]
 
-    def swapped(*arguments: Any, **options: Any) -> pa.Table:
+    def swapped(*arguments: Any) -> ds.FileSystemDatasetFactory:
         while swaps:
             swaps.pop()(file_of_data_set)
-        return read_table(*arguments, **options)
+        return make_factory(*arguments)
 
-    monkeypatch.setattr(pq, "read_table", swapped)
+    monkeypatch.setattr(ds, "FileSystemDatasetFactory", swapped)
     if not settings and swap in (swap_for_another_encrypted, swap_for_an_older_version):
         # Nothing tells these from a file that its owner has just written.
         found = tools.read_table(file_of_data_set)

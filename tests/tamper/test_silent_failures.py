@@ -202,7 +202,7 @@ def test_collectors_of_statistics_are_refused(tmp_path: Path) -> None:
 
 def test_write_options_that_pyarrow_does_not_have_are_refused_by_name(tmp_path: Path) -> None:
     """Older versions have fewer of them."""
-    refused = pytest.raises(TypeError, match=r"pyarrow .* has no write option 'no_such_option'")
+    refused = pytest.raises(TypeError, match="no_such_option")
     with refused:
         keytools().write_table(TABLE, tmp_path / "x.parquet", no_such_option=1)
     with refused:

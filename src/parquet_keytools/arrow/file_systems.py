@@ -6,7 +6,7 @@ import contextlib
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,8 @@ class ViewHandler(DelegatingHandler):
     column with nulls.
     """
 
-    def __init__(
-        self,
-        filesystem: pafs.FileSystem,
-        files: Mapping[str, OpenedFile] | FilesAhead,
-        *,
-        denied_columns: str = "error",
-    ) -> None:
-        """Make one; `denied_columns` is the setting of the configuration."""
+    def __init__(self, filesystem: pafs.FileSystem, files: FilesAhead, *, denied_columns: str) -> None:
+        """Serve files; `denied_columns` is the setting of the configuration."""
         super().__init__(filesystem)
         self._files = files
         self._denied_columns = denied_columns
@@ -230,15 +224,17 @@ class _ViewInput(RangedFile):
 
 
 class PendingHandler(DelegatingHandler):
-    """Writes plain files encrypted, under temporary names; `commit` gives them their names.
+    """Writes encrypted files under temporary names; `commit` gives them their names.
 
     What Arrow deletes because new data replaces it stays until `commit`, too. An error while Arrow opens or closes
     a file may end the process, because Arrow's writer then uses memory that it has freed: `commit` raises such
     errors, and until then nothing more is written.
     """
 
-    def __init__(self, folder: FileLocation, keys: KeyService, table_name: str, *, durable: bool = True) -> None:
-        """Make one for a folder.
+    def __init__(
+        self, folder: FileLocation, keys: KeyService | None, table_name: str, *, durable: bool = True
+    ) -> None:
+        """Make one for a folder; each file is encrypted with `keys` when it is closed, unless pyarrow encrypts.
 
         With `durable`, local files are synced to disk, all together, before the first appears.
         """
@@ -290,6 +286,8 @@ class PendingHandler(DelegatingHandler):
                         FileLocation(self.filesystem, path), keeps_open=False, durable=self._durable
                     )
                     self._pending.append(pending)
+                    if self._keys is None:
+                        return pending.open_stream()
                     spool = PlaintextSpool(self._room, str(pending.target))
         return pa.PythonFile(_EncryptedOnClose(self, pending, spool), mode="w")
 
@@ -300,7 +298,7 @@ class PendingHandler(DelegatingHandler):
     def encrypt(self, pending: PendingOutput, source: PlaintextSpool) -> None:
         """Encrypt a file whose plaintext is complete."""
         with self._state:
-            if not self._goes_on:
+            if not self._goes_on or self._keys is None:
                 return
             self._encrypting += 1
         try:

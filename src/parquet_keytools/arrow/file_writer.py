@@ -6,7 +6,7 @@ import contextlib
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -178,8 +178,7 @@ class EncryptedParquetWriter:
             engine: Engine = "module encryptor" if self._reasons else "pyarrow"
             size = written_bytes([self._target])
             self.result = WriteResult(str(self._target), engine, self._reasons, 1, self._rows, size)
-            because = f", because of pyarrow: {'; '.join(self._reasons)}" if self._reasons else ""
-            _log.info("%s was encrypted by %s%s", self._target, engine, because)
+            _log.info("%s was encrypted by %s%s", self._target, engine, because(self._reasons))
         return self.result
 
     def discard(self) -> None:
@@ -198,7 +197,7 @@ class EncryptedParquetWriter:
             with (
                 audit.about(self._target),
                 failing_as_output(self._target),
-                _refusing_beyond_ordinals(self._target),
+                refusing_beyond_ordinals(self._target),
             ):
                 yield
         except BaseException:
@@ -248,8 +247,13 @@ def whole_number(argument: str, given: Any, *, least: int) -> int:
     return number
 
 
+def because(reasons: Sequence[str]) -> str:
+    """Return why pyarrow did not encrypt, for the log."""
+    return f", because of pyarrow: {'; '.join(reasons)}" if reasons else ""
+
+
 @contextlib.contextmanager
-def _refusing_beyond_ordinals(target: FileLocation) -> Iterator[None]:
+def refusing_beyond_ordinals(target: FileLocation) -> Iterator[None]:
     """Raise `FormatLimitError` where Arrow refuses more pages or row groups than there are ordinals."""
     try:
         yield

@@ -152,6 +152,15 @@ class ArrowEncryptor:
             UnsupportedByArrowError: pyarrow does not support what the table asks for.
             KmsError: A key cannot be wrapped.
         """
+        return self._make(policy)[0]
+
+    def data_set_configuration(
+        self, policy: TablePolicy
+    ) -> tuple[pe.CryptoFactory, pe.KmsConnectionConfig, pe.EncryptionConfiguration]:
+        """Return the arguments of `ParquetEncryptionConfig`; pyarrow has all KEKs then, and makes no KMS call."""
+        return self._make(policy)[1]
+
+    def _make(self, policy: TablePolicy) -> tuple[pq.FileEncryptionProperties, tuple[Any, Any, Any]]:
         limits = arrow_limits(policy)
         if limits:
             raise UnsupportedByArrowError(limits, hint="Keytools.writer and Keytools.filesystem can.")
@@ -159,10 +168,12 @@ class ArrowEncryptor:
         connection = pe.KmsConnectionConfig(
             kms_instance_id="DEFAULT" if settings is None else settings.instance_id
         )
+        configuration = _encryption_configuration(policy)
         # One at a time: threads that miss pyarrow's cache together would each wrap a KEK.
         with self._lock:
             factory = self._factory(policy.table.cache_lifetime_seconds)
-            return factory.file_encryption_properties(connection, _encryption_configuration(policy))
+            properties = factory.file_encryption_properties(connection, configuration)
+        return properties, (factory, connection, configuration)
 
     def clear_cache(self) -> None:
         """Use new KEKs from now on."""

@@ -363,6 +363,7 @@ class _DataSetFiles:
         schema: pa.Schema | None,
         *,
         knows_denied: bool,
+        reads_folder_names: bool | None = None,
         reopen: Reopen | None = None,
     ) -> EncryptedDataset:
         """Return the data set.
@@ -373,10 +374,11 @@ class _DataSetFiles:
             partitioning: As `pyarrow.dataset.dataset` takes it.
             schema: Schema of the data set; None for the schema of the first file.
             knows_denied: Whether the schema must leave out all columns that cannot be read.
+            reads_folder_names: Whether folders may give values to columns; None if they do by `partitioning`.
             reopen: Makes the data set again in another process.
         """
         request, paths = self._request, self.paths
-        self._reads_folder_names = partitioning is not None
+        self._reads_folder_names = partitioning is not None if reads_folder_names is None else reads_folder_names
         (first,) = self.opened.hold(paths[:1])
         handler = _DataSetHandler(self._folder.filesystem, self.opened, self._denied_columns, reopen)
         filesystem = pafs.PyFileSystem(handler)
@@ -401,6 +403,10 @@ class _DataSetFiles:
         else:
             kept = pa.schema([field for field in schema if field.name not in denied], metadata=schema.metadata)
         return EncryptedDataset(fragments, kept, file_format, filesystem)
+
+    def hides(self, name: str) -> bool:
+        """Return whether a name in a projection means a hidden column; names may contain dots."""
+        return name in self.hidden or (name not in self.names and name.partition(".")[0] in self.hidden)
 
     def _open(self, kms_keys: KmsKeys, paths: Sequence[str]) -> list[OpenedFile]:
         """Open files, and check each of them against the request."""
@@ -505,24 +511,7 @@ def read_table(keys: KeyService, location: FileLocation, request: ReadRequest, o
         ColumnAccessDeniedError: A column of the request or of a filter cannot be read.
         DecryptionError: A part of the file does not authenticate.
     """
-
-    def read() -> pa.Table:
-        if location.only or location.is_folder():
-            return _read_folder(keys, location, request, options)
-        # With `use_pandas_metadata`, pyarrow reads the index columns, too.
-        wanted = tuple if options.table.get("use_pandas_metadata") else request.wanted
-        (opened,) = keys.open_files(
-            [location],
-            request.table_name,
-            request.aad_prefix,
-            again=False,
-            wanted=wanted,
-            holds_metadata=True,
-            reads_folder_names=options.table.get("partitioning", "hive") is not None,
-        )
-        return _read_file(keys, opened, request, options)
-
-    return read_again_if_changed(read)
+    return read_again_if_changed(lambda: _read_table(keys, location, request, options))
 
 
 def read_metadata(
@@ -554,33 +543,14 @@ def read_schema(
     return files.dataset("hive", None, knows_denied=denied_columns == "hide").schema
 
 
-def _read_file(keys: KeyService, opened: OpenedFile, request: ReadRequest, options: ReadOptions) -> pa.Table:
-    columns = request.columns
-    denied_columns = keys.configuration.reading.denied_columns
-    has_stand_ins = denied_columns in ("null", "hash")
-    _refuse_denied_filter(opened, request.filters, has_stand_ins=has_stand_ins)
-    if denied_columns == "hide" and opened.denied:
-        opened.refuse_denied(columns, hides_refused=True)
-        columns = _without_denied(opened, columns)
-    opened.refuse_denied(columns, hint=_hint_for_denied(denied_columns), hides_refused=has_stand_ins)
-    handler = ViewHandler(
-        opened.location.filesystem, {opened.location.path: opened}, denied_columns=denied_columns
-    )
-    table = pq.read_table(
-        opened.location.path,
-        filesystem=pafs.PyFileSystem(handler),
-        columns=None if columns is None else list(columns),
-        filters=request.filters,
-        **options.format,
-        # Before pyarrow 25, a file in a folder `name=value` would get a column of that name.
-        **{"partitioning": None, **options.table},
-    )
-    return table.cast(_schema_for_all(table.schema, opened)) if denied_columns == "null" else table
-
-
-def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:
+def _read_table(keys: KeyService, location: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:
     partitioning, schema = options.table.get("partitioning", "hive"), options.table.get("schema")
-    if partitioning == "hive":
+    reads_folder_names = partitioning is not None
+    paths = None
+    if not (location.only or location.is_folder()):
+        # A single file gets no values from folder names, and may have any name.
+        paths, partitioning = [location.path], None
+    elif partitioning == "hive":
         # As in `pyarrow.parquet.read_table`, but not in data sets.
         partitioning = ds.HivePartitioning.discover(infer_dictionary=True)
     of_files = options
@@ -590,29 +560,30 @@ def _read_folder(keys: KeyService, folder: FileLocation, request: ReadRequest, o
     knows_denied = keys.configuration.reading.denied_columns == "hide"
     # The index columns are known after a file was opened.
     finds_index = bool(options.table.get("use_pandas_metadata"))
-    files = _DataSetFiles(keys, folder, request, of_files, wanted=tuple if finds_index else request.wanted)
-    dataset = files.dataset(partitioning, schema, knows_denied=knows_denied)
+    wanted = tuple if finds_index else request.wanted
+    files = _DataSetFiles(keys, location, request, of_files, paths, wanted=wanted)
+    make = partial(
+        _DataSetFiles.dataset,
+        partitioning=partitioning,
+        schema=schema,
+        knows_denied=knows_denied,
+        reads_folder_names=reads_folder_names,
+    )
+    dataset = make(files)
     if finds_index and request.columns is not None:
         index = set(_pandas_index(dataset.schema.metadata)) - set(request.columns)
         if index:
             request = replace(request, columns=[*request.columns, *sorted(index)])
-            files = _DataSetFiles(keys, folder, request, of_files, files.paths)
-            dataset = files.dataset(partitioning, schema, knows_denied=knows_denied)
+            files = _DataSetFiles(keys, location, request, of_files, files.paths)
+            dataset = make(files)
     expression = None if request.filters is None else pq.filters_to_expression(request.filters)
-    names = None if request.columns is None else [name for name in request.columns if name not in files.hidden]
     known = files.names
+    names = None if request.columns is None else [name for name in request.columns if not files.hides(name)]
     for name in names or ():
         if name not in known and name.partition(".")[0] not in known:
-            raise ValueError(f"{folder} has no column {name!r}. {did_you_mean(name, known) or one_of(known)}")
+            raise ValueError(f"{location} has no column {name!r}. {did_you_mean(name, known) or one_of(known)}")
     threads = options.table.get("use_threads", True)
     return dataset.to_table(columns=names, filter=expression, use_threads=threads)
-
-
-def _without_denied(opened: OpenedFile, columns: Sequence[str] | None) -> list[str]:
-    if columns is None:
-        columns = list(dict.fromkeys(column.path[0] for column in opened.footer.columns))
-    denied = opened.denied_top_level
-    return [name for name in columns if not any(column.path[0] in denied for column in opened.columns_named(name))]
 
 
 _BATCHES_AHEAD_OF_A_THREAD = 2

@@ -14,15 +14,17 @@ from parquet_keytools.arrow.file_systems import PendingHandler
 from parquet_keytools.arrow.file_writer import (
     MAX_ROW_GROUP_ROWS,
     EncryptedParquetWriter,
+    Engine,
     WriteResult,
+    because,
+    refusing_beyond_ordinals,
     row_group_rows,
     whole_number,
     without_ours,
 )
-from parquet_keytools.arrow.properties import ArrowEncryptor, arrow_leaf_paths
+from parquet_keytools.arrow.properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.aad import refuse_more_than_ordinals
-from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.storage.local_files import failing_as_output, without_leftovers
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import written_bytes
@@ -39,8 +41,6 @@ _TAKEN = (
     "a pyarrow Table, RecordBatch, RecordBatchReader, Dataset or Scanner, a list of tables or batches, or "
     "an object with __arrow_c_stream__, such as a pandas or Polars DataFrame or a DuckDB relation"
 )
-
-_DATA_SET_REASON = "it would make the keys of a data set's files in threads of its own"
 
 _REFUSED = {
     "file_visitor": "it would reveal statistics of encrypted columns",
@@ -168,7 +168,7 @@ def write_table(
 
 
 def write_dataset(
-    keys: KeyService,
+    encryptor: ArrowEncryptor,
     data: Any,
     folder: FileLocation,
     table_name: str | None,
@@ -183,6 +183,7 @@ def write_dataset(
     # Not earlier: it imports pandas, where it is installed.
     import pyarrow.dataset as ds
 
+    keys = encryptor.keys
     parameters = inspect.signature(ds.write_dataset).parameters
     # pyarrow ignores arguments that are None and that are None by default.
     options = {
@@ -196,7 +197,6 @@ def write_dataset(
         raise TypeError(f"{name} is not supported: {_REFUSED[name]}")
     options |= _row_limits(options)
     write_options = without_ours(write_options)
-    file_options = ds.ParquetFileFormat().make_write_options(**write_options)
     schema = options.get("schema")
     if isinstance(data, Iterator) and schema is not None:
         data = pa.RecordBatchReader.from_batches(schema, data)
@@ -213,9 +213,19 @@ def write_dataset(
     refuse_more_than_ordinals(folder, columns=len(paths))
     policy = keys.policy(table_name, paths)
     policy.refuse_folder_names(partition_names)
-    # An error of the KMS is raised here, before Arrow's threads start.
-    keys.wrap_keks(policy)
-    handler = PendingHandler(folder, keys, policy.table_name, durable=durable)
+    reasons = arrow_limits(policy, write_options)
+    if not policy.table.double_wrapping:
+        reasons.append("it would call the KMS while it writes a data set with single wrapping")
+    # Errors of the KMS are raised here, before Arrow's threads start.
+    if reasons:
+        keys.wrap_keks(policy)
+        encryption = None
+    else:
+        encryption = ds.ParquetEncryptionConfig(*encryptor.data_set_configuration(policy))
+    file_options = ds.ParquetFileFormat().make_write_options(encryption_config=encryption, **write_options)
+    handler = PendingHandler(folder, keys if reasons else None, policy.table_name, durable=durable)
+    engine: Engine = "module encryptor" if reasons else "pyarrow"
+    _log.info("%s is encrypted by %s%s", folder, engine, because(reasons))
     if folder.is_local:
         # What a killed process left would look to Arrow like a data set that exists.
         for _ in without_leftovers(all_files(folder)):
@@ -229,7 +239,7 @@ def write_dataset(
 
     options = {**_row_group_options(len(paths), options), **options}
     try:
-        with failing_as_output(folder):
+        with failing_as_output(folder), refusing_beyond_ordinals(folder):
             ds.write_dataset(
                 handler.until_failure(data) if isinstance(data, pa.RecordBatchReader) else data,
                 folder.path,
@@ -245,9 +255,7 @@ def write_dataset(
     except BaseException:
         handler.discard()
         raise
-    return WriteResult(
-        str(folder), "module encryptor", (_DATA_SET_REASON,), len(files), sum(rows), written_bytes(files)
-    )
+    return WriteResult(str(folder), engine, tuple(reasons), len(files), sum(rows), written_bytes(files))
 
 
 _ROW_GROUP_BYTES = 64 * 1024 * 1024
