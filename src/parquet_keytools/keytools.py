@@ -16,7 +16,7 @@ from parquet_keytools.arrow.properties import ArrowEncryptor, decryption_propert
 from parquet_keytools.config.key_policy import MasterKeyReference, hash_key_reference, resolve_key
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration, HashKeySettings
-from parquet_keytools.conformance import salvage, verification
+from parquet_keytools.conformance import verification
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.errors import ConfigurationError, KmsResponseInvalidError, value_or_raise
@@ -813,7 +813,7 @@ class Keytools(Summarised):
         source_filesystem: Any = None,
         target_filesystem: Any = None,
         on_progress: conversion.Progress | None = None,
-    ) -> salvage.SalvageResult:
+    ) -> verification.SalvageResult:
         """Decrypt the intact row groups of a damaged file. The result lists what is missing.
 
         Args:
@@ -834,7 +834,7 @@ class Keytools(Summarised):
         """
         location = FileLocation.resolve(source, source_filesystem)
         with audit.about(location):
-            return salvage.salvage_file(
+            return verification.salvage_file(
                 self._keys,
                 location,
                 FileLocation.resolve(target, target_filesystem),

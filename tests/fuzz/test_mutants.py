@@ -27,10 +27,9 @@ from vector_kit.write_kit import data_keys
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli.conformance_report import render_inspection
-from parquet_keytools.conformance.expectations import Expectation
-from parquet_keytools.conformance.file_keys import MaterialFinder
+from parquet_keytools.conformance.file_keys import Expectation, MaterialFinder
 from parquet_keytools.conformance.file_verifier import verify_source
-from parquet_keytools.conformance.inspector import inspect_source
+from parquet_keytools.conformance.inspection import inspect_source
 from parquet_keytools.conformance.report import FileReport, Outcome, Verdict
 from parquet_keytools.conformance.verification import finder_of
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError

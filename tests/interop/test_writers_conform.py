@@ -16,8 +16,7 @@ from engines.policy import AAD_PREFIX, EncryptedFile, Policy
 from matrix import DUCKDB, ON_SPARK, POLARS, PYARROW, ROWS, Matrix
 from pyarrow import fs as pafs
 
-from parquet_keytools.conformance.findings import RULES_BY_ID, Severity
-from parquet_keytools.conformance.report import Outcome, Verdict
+from parquet_keytools.conformance.report import RULES_BY_ID, Outcome, Severity, Verdict
 
 
 @dataclass(frozen=True)

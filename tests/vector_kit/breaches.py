@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from parquet_keytools.conformance.findings import RULES
+from parquet_keytools.conformance.report import RULES
 from parquet_keytools.format.structs import (
     Aes,
     BloomFilterHeader,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parquet_keytools.conformance.findings import RULES
+from parquet_keytools.conformance.report import RULES
 from vector_kit.breaches import breaking_vectors
 from vector_kit.good_files import good_vectors
 from vector_kit.vector import MASTER_KEYS, Vector, data_key

@@ -14,9 +14,16 @@ from vector_kit.vector import MASTER_KEYS, Vector
 from vector_kit.write_kit import all_vectors, data_keys, manifest, place_vector, write_kit
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance import nonce_ledger
-from parquet_keytools.conformance.findings import RULES, Severity
-from parquet_keytools.conformance.report import DataSetReport, FileReport, Outcome, RuleResult, Verdict
+from parquet_keytools.conformance import nonces
+from parquet_keytools.conformance.report import (
+    RULES,
+    DataSetReport,
+    FileReport,
+    Outcome,
+    RuleResult,
+    Severity,
+    Verdict,
+)
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 
 
@@ -43,7 +50,7 @@ def verified(vector: Vector, path: Path) -> FileReport | DataSetReport:
     """Verify a vector as its entry in the manifest says."""
     expected = dict(vector.expected)
     limit = expected.get("invocation_limit", MAX_INVOCATIONS)
-    with kit_keytools(expected) as keytools, patch.object(nonce_ledger, "MAX_INVOCATIONS", limit):
+    with kit_keytools(expected) as keytools, patch.object(nonces, "MAX_INVOCATIONS", limit):
         if vector.is_folder:
             return keytools.verify_folder(path, part_count=expected.get("parts"))
         return keytools.verify_file(path, aad_prefix=expected.get("aad_prefix"))

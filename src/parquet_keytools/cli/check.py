@@ -182,12 +182,12 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
 
         with Keytools.from_yaml(config) as keytools:
             return keytools.inspect_file(location_of(file, "FILE"), table_name=table, aad_prefix=aad_prefix)
-    from parquet_keytools.conformance.inspector import inspect_source
+    from parquet_keytools.conformance.inspection import inspect_source
     from parquet_keytools.encryption.aad import ExpectedAadPrefix
 
     prefix = None if aad_prefix is None else ExpectedAadPrefix.of(aad_prefix)
     if "://" not in file:
-        from parquet_keytools.conformance.inspector import open_local
+        from parquet_keytools.conformance.inspection import open_local
 
         _refuse_irregular(file)
         with open_local(file) as local_source:
@@ -229,7 +229,6 @@ def verify_command(
     """
     from parquet_keytools.cli.conformance_report import show_data_set, show_file
     from parquet_keytools.conformance import verification
-    from parquet_keytools.conformance.report import data_set_document, file_document
     from parquet_keytools.keytools import Keytools
     from parquet_keytools.runtime.worker_processes import command_line_processes
 
@@ -255,11 +254,11 @@ def verify_command(
                 data_set = verify_folder(
                     location, aad_prefix=aad_prefix, part_count=parts, on_progress=progress.count
                 )
-            print_json(data_set_document(data_set)) if json_wanted() else show_data_set(data_set)
+            print_json(data_set.to_dict()) if json_wanted() else show_data_set(data_set)
             conforms = data_set.conforms
         else:
             report = verify_file(location, aad_prefix=aad_prefix)
-            print_json(file_document(report)) if json_wanted() else show_file(report)
+            print_json(report.to_dict()) if json_wanted() else show_file(report)
             conforms = report.conforms
     if not conforms:
         raise typer.Exit(ExitStatus.NO)

@@ -10,7 +10,6 @@ from itertools import cycle
 import typer
 
 from parquet_keytools.cli.output import Branch, Style, answer, is_verbose, number_of, size_text
-from parquet_keytools.conformance.findings import Rule, Severity
 from parquet_keytools.conformance.inspection import (
     FOOTER,
     PLAINTEXT,
@@ -26,7 +25,9 @@ from parquet_keytools.conformance.report import (
     Loss,
     ModuleTally,
     Outcome,
+    Rule,
     RuleResult,
+    Severity,
     Verdict,
 )
 from parquet_keytools.encryption.aad import ModuleType

@@ -40,7 +40,7 @@ from parquet_keytools.storage.local_files import storage_failure
 from parquet_keytools.storage.locations import OBJECT_STORES
 
 if TYPE_CHECKING:
-    from parquet_keytools.conformance.salvage import SalvageResult
+    from parquet_keytools.conformance.verification import SalvageResult
 
 _SMALL_BYTES = 4 << 20
 """Larger files are written by several threads each."""

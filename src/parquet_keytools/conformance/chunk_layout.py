@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parquet_keytools.conformance.findings import RuleBook
+from parquet_keytools.conformance.report import RuleBook
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.encryption.protection import ColumnEncryption
-from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC_LENGTH, RegionKind
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, RowGroup
 from parquet_keytools.format.thrift import IntegerFields, WireType
@@ -177,7 +176,7 @@ class OpenFooter:
 
 
 def chunk_place(row_group_ordinal: int, column_ordinal: int) -> ModulePlace:
-    """Return the place that stands for a chunk: that of its metadata."""
+    """Return the place that stands for a chunk: the place of its metadata."""
     return ModulePlace(ModuleType.COLUMN_META_DATA, row_group_ordinal, column_ordinal)
 
 
@@ -215,7 +214,7 @@ class ChunkRegion(NamedTuple):
 def chunk_regions(
     chunk: ChunkEntry, numbers: ChunkNumbers, row_group_ordinal: int, column_ordinal: int, book: RuleBook
 ) -> list[ChunkRegion]:
-    """Return the regions of a chunk; none where its data lies in another file than the one that says so."""
+    """Return the regions of a chunk; none if its data lies in another file."""
     if chunk.is_elsewhere:
         place = chunk_place(row_group_ordinal, column_ordinal)
         book.broken("layout-range", "its data lies in another file.", place)
@@ -318,50 +317,9 @@ def check_row_groups(
             continue
         start, size = starts.get(ordinal), sum(chunk.total_compressed_size for chunk in known)
         if row_group.file_offset and start is not None:
-            message = f"that of row group {ordinal} is {row_group.file_offset}, and its pages begin at {start}."
+            message = f"row group {ordinal} states {row_group.file_offset}, and its pages begin at {start}."
             book.check("row-group-offset", row_group.file_offset == start, message)
         stated = row_group.total_compressed_size
         if stated is not None:
-            message = f"that of row group {ordinal} is {stated}, and its chunks have {size} bytes."
+            message = f"row group {ordinal} states {stated} bytes, and its chunks have {size}."
             book.check("row-group-size", stated == size, message)
-
-
-# --- Reading one after another ---
-
-
-class Window:
-    """A part of a file that was read at once, and that chunks share which lie one after another.
-
-    Attributes:
-        end: Where nothing more is wanted: what follows is not read ahead.
-    """
-
-    def __init__(self, source: ByteSource, step: int) -> None:
-        self._source = source
-        self._step = step
-        self._offset = 0
-        self._data = memoryview(b"")
-        self.end = 0
-
-    def view(self, offset: int, length: int) -> memoryview:
-        """Return a range."""
-        position = offset - self._offset
-        if not 0 <= position <= len(self._data) - length:
-            wanted = max(length, min(self._step, self.end - offset))
-            self._data = memoryview(self._source.read_at(offset, wanted))
-            self._offset, position = offset, 0
-        return self._data[position : position + length]
-
-
-def ends_of_runs(ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return where the last one ends of those ranges that follow each other without a gap, for each range.
-
-    Args:
-        ranges: Start and end of each, in the order in which they are going to be read.
-    """
-    ends: list[int] = []
-    following: int | None = None
-    for start, end in reversed(ranges):
-        ends.append(ends[-1] if end == following else end)
-        following = start
-    return ends[::-1]

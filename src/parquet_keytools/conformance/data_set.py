@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from parquet_keytools.conformance.file_verifier import FileFacts
-from parquet_keytools.conformance.findings import RuleBook, RuleResult, Scope
-from parquet_keytools.conformance.nonce_ledger import SharedNonces
+from parquet_keytools.conformance.nonces import SharedNonces
+from parquet_keytools.conformance.report import RuleBook, RuleResult, Scope
 from parquet_keytools.encryption.protection import FooterMode
 
 _PART = re.compile(r"part[-_.]?(\d{1,9})", re.IGNORECASE)
@@ -48,7 +48,7 @@ class Numbering:
 
 
 def part_ordinals(names: Sequence[PartName]) -> list[int | None]:
-    """Return the number of each part: behind the word `part`, or else the one number in which names differ."""
+    """Return the number of each part: behind the word `part`, or else the only number in which names differ."""
     return [None if found is None else found[1] for found in _found(names)]
 
 
@@ -231,7 +231,7 @@ def _check_distinct(
     for files in owners.values():
         if len(files) > 1:
             shown = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
-            book.broken(rule_id, f"one {what} is that of {shown}.")
+            book.broken(rule_id, f"these files have the same {what}: {shown}.")
     if owners:
         book.holds(rule_id)
 

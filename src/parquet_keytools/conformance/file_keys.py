@@ -1,4 +1,7 @@
-"""The keys of a file that is verified: which are available, what is wrong with others, and which are the same."""
+"""The keys of a file that is verified: which are available, what is wrong with others, and which are the same.
+
+And what is expected of a file beyond the specification: the rules about what a table wants of it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,19 @@ import secrets
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from parquet_keytools.conformance.chunk_layout import Column
-from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.encryption.protection import KeyRetriever
-from parquet_keytools.errors import KeyMaterialError, KeytoolsError, WrappedKeyInvalidError
+from parquet_keytools.conformance.chunk_layout import Column, OpenFooter
+from parquet_keytools.conformance.report import RuleBook, Scope
+from parquet_keytools.encryption.aad import ExpectedAadPrefix
+from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode, KeyRetriever
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeyMaterialError,
+    KeytoolsError,
+    TableMismatch,
+    WrappedKeyInvalidError,
+)
 from parquet_keytools.keys.key_material import (
     DataKeyId,
     KeyMaterial,
@@ -22,10 +32,15 @@ from parquet_keytools.keys.key_material import (
 )
 from parquet_keytools.secret_bytes import SecretBytes
 
+if TYPE_CHECKING:
+    # These take long to import, for a look at a file without a configuration.
+    from parquet_keytools.config.key_policy import KeyReference as ConfiguredKey
+    from parquet_keytools.files.table_check import SeenColumn, TableCheck
+
 _AES_KEY_LENGTHS = (128, 192, 256)
 
 _KEY_MATERIAL = b'"keyMaterialType"'
-"""What is in all key metadata that is to be key material, or a reference to it."""
+"""Occurs in all key metadata that is key material, or a reference to it."""
 
 
 class _Fingerprints:
@@ -39,7 +54,7 @@ def fingerprint_key() -> bytes:
 
 
 def use_fingerprint_key(key: bytes) -> None:
-    """Let the fingerprints of this process be comparable to those of others that were given the same key."""
+    """Make the fingerprints of this process comparable with the fingerprints of others with the same key."""
     _Fingerprints.key = key
 
 
@@ -66,7 +81,7 @@ class MaterialFinder(KeyRetriever, Protocol):
         ...
 
     def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
-        """Return the id of the data key that is known to be that of the footer (None) or of a column."""
+        """Return the id of the data key of the footer (None) or of a column, if it is known."""
         ...
 
     def kek_length_bits(self, material: KeyMaterial) -> int | None:
@@ -179,7 +194,7 @@ class FileKeys:
         else:
             kind = "a footer" if material.is_footer_key else "a column"
             self._of_wrong_kind.add(user)
-            self.book.broken("key-material-kind", f"{title_of(user)}: the key material is that of {kind}.")
+            self.book.broken("key-material-kind", f"{title_of(user)}: the key material is for {kind}.")
         named = {material.kms_instance_id, material.kms_instance_url} - {"DEFAULT", ""}
         if named:
             self.book.broken("kms-named", f"{title_of(user)}: {', '.join(sorted(map(repr, named)))[:300]}.")
@@ -250,4 +265,128 @@ def check_deks(
     for users in names.values():
         if len(users) > 1:
             shown = ", ".join(f"{key[:200]!r} (column {column!r})" for key, column in list(users.items())[:5])
-            book.broken("dek-distinct", f"one DEK is that of {shown}.")
+            book.broken("dek-distinct", f"one DEK has several names: {shown}.")
+
+
+# --- What is expected of a file ---
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What is expected of one file.
+
+    Attributes:
+        path: Where it lies, whose folders must not give values to its protected columns.
+        aad_prefix: The AAD prefix that it must have; None takes what it stores.
+        table: Compares it with its table, as readers do; None where there is none.
+        without_table: Why there is none, though there are tables; empty where there are none.
+    """
+
+    aad_prefix: ExpectedAadPrefix | None = None
+    allow_plaintext: bool = False
+    table: TableCheck | None = None
+    without_table: str = ""
+    path: str = ""
+
+
+_RULE_OF = {
+    "algorithm": "wanted-algorithm",
+    "footer key": "wanted-keys",
+    "column key": "wanted-keys",
+    "plaintext column": "wanted-encryption",
+}
+
+
+def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: FileKeys, book: RuleBook) -> None:
+    """Compare what is visible of a file with what its table wants; this needs no key."""
+    table = expectation.table
+    if table is None:
+        if expectation.without_table:
+            book.scope_not_checked(Scope.CONFIGURATION, expectation.without_table)
+        return
+    is_hidden = envelope.mode is FooterMode.ENCRYPTED_FOOTER
+    book.check("wanted-footer", is_hidden or table.settings.plaintext_footer, "the footer is in plaintext.")
+    if envelope.algorithm is None:
+        book.broken("wanted-algorithm", "the file is not encrypted, and the table has it encrypted.")
+        return
+    is_stored = envelope.aad_prefix is not None
+    may_be_stored = table.settings.store_aad_prefix
+    book.check("wanted-prefix", may_be_stored or not is_stored, "the prefix is stored.")
+    is_known, key = _key(FOOTER, envelope.key_metadata, keys, book)
+    found = table.footer_mismatches(envelope.algorithm, key)
+    _note(found if is_known else [mismatch for mismatch in found if mismatch.what == "algorithm"], book)
+    book.holds("wanted-algorithm", *(["wanted-keys"] if is_known else []))
+
+
+def check_table_of_columns(
+    expectation: Expectation, envelope: Envelope, footer: OpenFooter, keys: FileKeys, book: RuleBook
+) -> None:
+    """Compare the columns of a file with what its table wants."""
+    table = expectation.table
+    if table is None:
+        return
+    try:
+        table.check_patterns([column.path for column in footer.columns])
+        book.holds("wanted-columns")
+    except ConfigurationError as error:
+        # Readers take files of another schema, and compare the columns that are there: so the rest is done, too.
+        book.broken("wanted-columns", str(error))
+    is_known, footer_key = _key(FOOTER, envelope.key_metadata, keys, book)
+    if envelope.algorithm is not None:
+        _check_length(FOOTER, footer_key, table, keys, book)
+    if not footer.row_groups or not is_known:
+        return
+    from parquet_keytools.files.table_check import SeenColumn
+
+    seen: list[SeenColumn] = []
+    for column in footer.columns:
+        key = None
+        if column.encryption is ColumnEncryption.COLUMN_KEY:
+            is_known, key = _key(column.path, column.key_metadata, keys, book)
+            if not is_known:
+                continue
+            _check_length(column.path, key, table, keys, book)
+        seen.append(SeenColumn(column.path, column.encryption, key))
+    try:
+        _note(table.column_mismatches(footer_key, seen), book)
+    except ConfigurationError as error:
+        for rule_id in ("wanted-keys", "wanted-encryption"):
+            book.not_checked(rule_id, str(error))
+    if any(column.encryption is not ColumnEncryption.PLAINTEXT for column in seen):
+        book.holds("wanted-keys", "wanted-encryption")
+
+
+def _key(
+    user: KeyUser, key_metadata: bytes | None, keys: FileKeys, book: RuleBook
+) -> tuple[bool, ConfiguredKey | None]:
+    """Return whether it is known what key metadata says, and the key that it names."""
+    from parquet_keytools.files.table_check import seen_key
+
+    assert keys.finder is not None
+    try:
+        return True, seen_key(keys.finder, key_metadata, user or None)
+    except (KeytoolsError, OSError):
+        # What is wrong with it is a matter of other rules.
+        book.not_checked("wanted-keys", f"{title_of(user)}: its key is unknown")
+        return False, None
+
+
+def _note(mismatches: Sequence[TableMismatch], book: RuleBook) -> None:
+    for mismatch in mismatches:
+        book.broken(_RULE_OF[mismatch.what], f"{mismatch}.")
+
+
+def _check_length(
+    user: KeyUser, key: ConfiguredKey | None, table: TableCheck, keys: FileKeys, book: RuleBook
+) -> None:
+    """Check the length of a DEK that a master key wraps; the length of a data key is its owner's affair."""
+    from parquet_keytools.config.key_policy import MasterKeyReference
+
+    if not isinstance(key, MasterKeyReference):
+        return
+    least, length = table.settings.data_key_length_bits, keys.dek_lengths_bits.get(user)
+    if length is None:
+        book.not_checked("wanted-key-length", f"{title_of(user)}: its key is unavailable")
+    else:
+        message = f"the DEK of {title_of(user)} has {length} bits, and {least} are wanted."
+        book.check("wanted-key-length", length >= least, message)

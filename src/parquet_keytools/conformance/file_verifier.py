@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parquet_keytools.conformance.chunk_layout import (
@@ -15,30 +16,46 @@ from parquet_keytools.conformance.chunk_layout import (
     check_gaps,
     check_layout,
     check_row_groups,
+    chunk_place,
     chunk_regions,
 )
-from parquet_keytools.conformance.chunk_modules import ChunkCiphers, ColumnCiphers
-from parquet_keytools.conformance.chunk_verifier import ChunkVerifier, PageList, authenticate_pages
-from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
-from parquet_keytools.conformance.expectations import Expectation, check_table_of_columns, check_table_of_footer
-from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, MaterialFinder, check_deks, fingerprint
-from parquet_keytools.conformance.findings import FILE_SCOPES, RuleBook, Scope
-from parquet_keytools.conformance.footer_rules import check_footer
-from parquet_keytools.conformance.index_rules import IndexVerifier, IndexWindows
+from parquet_keytools.conformance.chunk_verifier import (
+    Chunk,
+    ChunkVerifier,
+    ColumnCiphers,
+    IndexVerifier,
+    ends_of_runs,
+    index_windows,
+    note_defect,
+    verify_chunks,
+)
+from parquet_keytools.conformance.file_keys import (
+    FOOTER,
+    Expectation,
+    FileKeys,
+    MaterialFinder,
+    check_deks,
+    check_table_of_columns,
+    check_table_of_footer,
+    fingerprint,
+)
+from parquet_keytools.conformance.footer_rules import check_envelope, check_footer, plaintext_metadata
 from parquet_keytools.conformance.metadata_rules import (
     FooterOpener,
     MetadataReader,
     OpenedEnvelope,
     check_left_metadata,
 )
-from parquet_keytools.conformance.nonce_ledger import NonceLedger
-from parquet_keytools.conformance.report import Damage, FileReport, Loss, ModuleTally
-from parquet_keytools.encryption.aad import ModuleType, without_delimiter
-from parquet_keytools.encryption.module_cipher import ModuleCipher
-from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, Envelope, FooterMode
+from parquet_keytools.conformance.nonces import FileNonces, NoncePart
+from parquet_keytools.conformance.report import FILE_SCOPES, Damage, FileReport, Loss, ModuleTally, RuleBook, Scope
+from parquet_keytools.encryption.aad import ExpectedAadPrefix, ModuleType, without_delimiter
+from parquet_keytools.encryption.module_cipher import NO_PAGE_ORDINAL, ModuleCipher
+from parquet_keytools.encryption.page_walk import HeaderWindow, PageDefect, walk_pages
+from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
+from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import RegionKind
-from parquet_keytools.format.structs import FileMetaData
+from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
 
 _FILE_IS_LOST = Damage(file_is_lost=True)
 
@@ -51,7 +68,7 @@ class FileFacts:
         aad_prefix: The text of the prefix, stored or supplied, without NUL at its end.
         column_paths: Leaf paths; None where they are not known.
         mode: How the footer is protected; None where that cannot be told.
-        nonces: Those of all modules that were found.
+        nonces: The nonces of all modules that were found, or of the part that was asked for.
         unknown: Why not all of its DEKs and nonces are known; None where they are.
     """
 
@@ -60,7 +77,7 @@ class FileFacts:
     dek_fingerprints: frozenset[bytes] = frozenset()
     column_paths: tuple[tuple[str, ...], ...] | None = None
     mode: FooterMode | None = None
-    nonces: NonceLedger | None = None
+    nonces: FileNonces | None = None
     unknown: str | None = None
 
     @property
@@ -70,33 +87,52 @@ class FileFacts:
 
 
 def verify_source(
-    source: ByteSource, finder: MaterialFinder | None, expectation: Expectation | None = None, *, threads: int = 2
+    source: ByteSource,
+    finder: MaterialFinder | None,
+    expectation: Expectation | None = None,
+    *,
+    threads: int = 2,
+    nonce_part: NoncePart | None = None,
 ) -> tuple[FileReport, FileFacts]:
     """Verify a file against all rules of a file.
+
+    Args:
+        source: The file.
+        finder: Where its keys come from; None verifies what needs no key.
+        expectation: What is expected of it beyond the specification.
+        threads: How many threads work.
+        nonce_part: Only collects these nonces, and authenticates no page; None verifies the file.
 
     Raises:
         OSError: The file cannot be read. Whatever is wrong with its bytes is in the report.
     """
-    return _FileVerifier(source, finder, expectation or Expectation(), threads).run()
+    expectation = expectation or Expectation()
+    report, facts = _FileVerifier(source, finder, expectation, threads, nonce_part).run()
+    return report, facts
 
 
 class _FileVerifier:
     def __init__(
-        self, source: ByteSource, finder: MaterialFinder | None, expectation: Expectation, threads: int
+        self,
+        source: ByteSource,
+        finder: MaterialFinder | None,
+        expectation: Expectation,
+        threads: int,
+        nonce_part: NoncePart | None,
     ) -> None:
         self._source = source
         self._expectation = expectation
         self._threads = threads
+        self._only_nonces = nonce_part is not None
         self._book = RuleBook(FILE_SCOPES)
         self._keys = FileKeys(finder, self._book)
-        self._ledger = NonceLedger()
+        self._nonces = FileNonces(nonce_part)
         self._footer_counts: Counter[str] = Counter()
         self._ciphers: dict[int, ColumnCiphers] = {}
         self._metadata: dict[ChunkKey, ChunkNumbers] = {}
-        self._walkable: dict[ChunkKey, ChunkCiphers] = {}
+        self._walkable: dict[ChunkKey, Chunk] = {}
         self._regions: list[ChunkRegion] = []
         self._unusable: frozenset[ChunkRegion] = frozenset()
-        self._verifiers: dict[ChunkKey, ChunkVerifier] = {}
         self._losses: list[Loss] = []
         self._damaged_indexes: list[ChunkKey] = []
         self._facts = FileFacts()
@@ -120,7 +156,8 @@ class _FileVerifier:
         has_all_keys = self._keys.finder is not None and not self._keys.denied
         for ciphers in self._ciphers.values():
             ciphers.note_held(self._book)
-        self._ledger.check(self._book)
+        if not self._only_nonces:
+            self._check_nonces()
         report = FileReport(
             self._source.path,
             self._keys.finder is not None,
@@ -134,10 +171,21 @@ class _FileVerifier:
         facts = replace(
             self._facts,
             dek_fingerprints=frozenset(self._keys.fingerprints),
-            nonces=self._ledger,
+            nonces=self._nonces,
             unknown=next(iter(report.result("nonce-reuse").reasons), None),
         )
         return report, facts
+
+    def _check_nonces(self) -> None:
+        """Check the rules about nonces; where they do not fit into memory, the file is read once for each part."""
+        self._nonces.check(self._book)
+        parts = self._nonces.part.parts
+        for part in range(1, parts):
+            wanted = NoncePart(part, parts)
+            again = _FileVerifier(self._source, self._keys.finder, self._expectation, self._threads, wanted)
+            _, facts = again.run()
+            assert facts.nonces is not None
+            facts.nonces.check_repeated(self._book)
 
     def _tallies(self) -> tuple[ModuleTally, ...]:
         counts: defaultdict[tuple[ModuleType, str | None], Counter[str]] = defaultdict(Counter)
@@ -170,7 +218,7 @@ class _FileVerifier:
 
     def _encrypted(self, envelope: Envelope) -> Damage | None:
         check_table_of_footer(self._expectation, envelope, self._keys, self._book)
-        opened = FooterOpener(envelope, self._expectation, self._keys, self._ledger).open()
+        opened = FooterOpener(envelope, self._expectation, self._keys, self._nonces).open()
         if opened is None:
             self._nothing_behind("the footer cannot be read")
             is_prefix_missing = envelope.supply_aad_prefix and self._expectation.aad_prefix is None
@@ -206,12 +254,11 @@ class _FileVerifier:
     # --- Columns -------------------------------------------------------------------------------------------
 
     def _columns(self, envelope: Envelope, footer: OpenFooter, opened: OpenedEnvelope | None) -> None:
-        is_ctr = envelope.algorithm is Algorithm.AES_GCM_CTR_V1
-        self._ciphers = self._column_ciphers(footer, opened, is_ctr=is_ctr)
+        self._ciphers = self._column_ciphers(envelope, footer, opened)
         reader = MetadataReader(envelope, footer, self._book)
         for row_group_ordinal, chunks in enumerate(footer.chunks):
             for ordinal, ciphers in self._ciphers.items():
-                chunk = ChunkCiphers(ciphers, row_group_ordinal)
+                chunk = Chunk(ciphers, row_group_ordinal)
                 is_plaintext = ciphers.column.encryption is ColumnEncryption.PLAINTEXT
                 is_readable = is_plaintext or ciphers.cipher is not None
                 numbers = reader.read(chunk)
@@ -227,8 +274,7 @@ class _FileVerifier:
         self._unusable = check_layout(self._regions, envelope.footer_offset, self._book)
         if envelope.mode is not FooterMode.UNENCRYPTED:
             check_row_groups(footer, self._metadata, self._regions, self._book)
-        self._walk(footer)
-        lengths = self._check_indexes(envelope.footer_offset, footer)
+        lengths = self._verify_chunks(footer, envelope.footer_offset)
         is_complete = len(self._metadata) == len(footer.row_groups) * len(footer.columns)
         if is_complete and not self._unusable and None not in lengths.values():
             ranges = [(region.offset, lengths.get(region, region.length) or 0) for region in self._regions]
@@ -239,34 +285,24 @@ class _FileVerifier:
                 self._book.not_checked(rule_id, "not all parts of the file are known")
 
     def _column_ciphers(
-        self, footer: OpenFooter, opened: OpenedEnvelope | None, *, is_ctr: bool
+        self, envelope: Envelope, footer: OpenFooter, opened: OpenedEnvelope | None
     ) -> dict[int, ColumnCiphers]:
         """Return how columns are decrypted, by ordinal, as far as their keys are available."""
         ciphers = {column.ordinal: ColumnCiphers(column) for column in footer.columns}
         if opened is None:
             return ciphers
-        with_footer_key = [c for c in footer.columns if c.encryption is ColumnEncryption.FOOTER_KEY]
-        with_own_key = [c for c in footer.columns if c.encryption is ColumnEncryption.COLUMN_KEY]
-        for column in with_footer_key:
-            if opened.cipher is not None:
-                nonces = self._ledger.of(opened.fingerprint)
-                found = ColumnCiphers(column, opened.cipher, nonces, is_ctr=is_ctr)
-                ciphers[column.ordinal] = found
+        own: list[tuple[Column, bytes]] = []
+        for column, cipher, key in column_ciphers(footer, opened, self._keys):
+            if column.encryption is ColumnEncryption.COLUMN_KEY and key:
+                own.append((column, key))
+            if cipher is not None:
+                ciphers[column.ordinal] = ColumnCiphers(column, cipher, key, envelope.algorithm, self._nonces)
+            elif key:
+                self._denied(column, "no AAD can be built")
+            elif column.encryption is ColumnEncryption.COLUMN_KEY:
+                self._denied(column, self._keys.denied[column.path])
             else:
                 self._denied(column, self._keys.denied.get(FOOTER, "no keys are given"))
-        deks = self._keys.column_deks([(column.path, column.key_metadata) for column in with_own_key])
-        own: list[tuple[Column, bytes]] = []
-        for column, dek in zip(with_own_key, deks, strict=True):
-            if dek is None:
-                self._denied(column, self._keys.denied[column.path])
-                continue
-            own.append((column, fingerprint(dek)))
-            if opened.file_aad is None:
-                self._denied(column, "no AAD can be built")
-            else:
-                cipher = ModuleCipher(dek, opened.file_aad)
-                nonces = self._ledger.of(own[-1][1])
-                ciphers[column.ordinal] = ColumnCiphers(column, cipher, nonces, is_ctr=is_ctr)
         check_deks(opened.fingerprint or None, own, self._keys, self._book)
         return ciphers
 
@@ -276,65 +312,72 @@ class _FileVerifier:
 
     # --- Modules -------------------------------------------------------------------------------------------
 
-    def _walk(self, footer: OpenFooter) -> None:
-        """Verify the pages of the chunks whose keys are available."""
-        walkable, verifiers = self._walkable, self._verifiers
-        for key in sorted(walkable.keys() - {region.chunk_key for region in self._regions}):
-            self._lose_chunk(walkable[key])
-        index_kinds = (RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX)
-        indexed = {region.chunk_key for region in self._regions if region.kind in index_kinds}
-        for region in self._regions:
-            key = region.chunk_key
-            if region.kind is not RegionKind.PAGES or key not in walkable:
-                continue
-            if not self._unusable or region not in self._unusable:
-                pages = PageList() if key in indexed else None
-                num_rows = footer.row_groups[region.row_group_ordinal].num_rows
-                verifier = ChunkVerifier(walkable[key], self._metadata[key], num_rows, region, self._book, pages)
-                verifiers[key] = verifier
-            else:
-                name = walkable[key].ciphers.column.name
-                self._book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk is not where it can be read")
-                self._lose_chunk(walkable[key])
-        authenticate_pages(self._source, tuple(verifiers.values()), self._threads)
-        self._losses += [loss for verifier in verifiers.values() if (loss := verifier.finish()) is not None]
-        if any(not verifier.is_whole for verifier in verifiers.values()):
-            self._book.scope_not_checked(Scope.COLUMN, "the pages of a chunk could not all be walked")
+    def _verify_chunks(self, footer: OpenFooter, footer_offset: int) -> dict[ChunkRegion, int | None]:
+        """Verify the chunks whose keys are available.
 
-    def _check_indexes(self, footer_offset: int, footer: OpenFooter) -> dict[ChunkRegion, int | None]:
-        """Check page indexes and Bloom filters; returns the lengths of those whose length is not stated."""
+        Returns the lengths of Bloom filters whose length is not stated; None where a length is not known.
+        """
         lengths: dict[ChunkRegion, int | None] = {}
-        starts = sorted({region.offset for region in self._regions if region.length != 0} | {footer_offset})
-        # What may not be looked into may lie outside of the file.
-        windows = IndexWindows(self._source, [region for region in self._regions if region not in self._unusable])
-        for region in self._regions:
+        pages: dict[ChunkKey, ChunkRegion] = {}
+        others: defaultdict[ChunkKey, list[tuple[ChunkRegion, int]]] = defaultdict(list)
+        for region, limit in self._with_limits(footer_offset):
             key = region.chunk_key
+            if key in self._walkable and (not self._unusable or region not in self._unusable):
+                if region.kind is RegionKind.PAGES:
+                    pages[key] = region
+                else:
+                    others[key].append((region, limit))
+                continue
+            if region.length is None:
+                lengths[region] = None
+            if key not in self._walkable:
+                continue
             if region.kind is RegionKind.PAGES:
-                continue
-            if key not in self._walkable or region in self._unusable:
-                if region.length is None:
-                    lengths[region] = None
-                if key in self._walkable:
-                    self._damaged_indexes.append(key)
-                continue
-            limit = starts[bisect_right(starts, region.offset)]
-            pages = self._verifiers[key].whole_pages if key in self._verifiers else None
-            indexes = IndexVerifier(self._source, self._walkable[key], limit, self._book)
-            if region.kind is RegionKind.BLOOM_FILTER:
-                length = indexes.check_bloom_filter(region)
-                lengths[region] = length if region.length is None else region.length
-            elif region.kind is RegionKind.OFFSET_INDEX:
-                num_rows = footer.row_groups[region.row_group_ordinal].num_rows
-                indexes.check_offset_index(region, windows.read(region), pages, num_rows)
+                name = self._walkable[key].ciphers.column.name
+                self._book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk is not where it can be read")
             else:
-                indexes.check_column_index(region, windows.read(region), pages)
-            if indexes.is_damaged:
                 self._damaged_indexes.append(key)
+        verifiers: list[ChunkVerifier] = []
+        windows = index_windows(self._source)
+        for key, chunk in self._walkable.items():
+            indexes = None
+            if key in others:
+                indexes = IndexVerifier(self._source, windows, chunk, self._book, others[key])
+            num_rows = footer.row_groups[key[0]].num_rows
+            verifiers.append(
+                ChunkVerifier(chunk, self._metadata[key], num_rows, pages.get(key), indexes, self._book)
+            )
+        verify_chunks(self._source, verifiers, self._threads, only_walk=self._only_nonces)
+        for key, verifier in zip(self._walkable, verifiers, strict=True):
+            loss = verifier.finish()
+            if loss is not None:
+                self._losses.append(loss)
+            if verifier.indexes is not None:
+                lengths.update(verifier.indexes.lengths)
+                if verifier.indexes.is_damaged:
+                    self._damaged_indexes.append(key)
+        if any(verifier.region is not None and not verifier.is_whole for verifier in verifiers):
+            self._book.scope_not_checked(Scope.COLUMN, "the pages of a chunk could not all be walked")
         return lengths
+
+    def _with_limits(self, footer_offset: int) -> Iterator[tuple[ChunkRegion, int]]:
+        """Yield all regions, each with the place up to which it may be read: see `IndexVerifier.regions`."""
+        starts = sorted({region.offset for region in self._regions if region.length != 0} | {footer_offset})
+        limits: dict[ChunkRegion, int] = {}
+        for kind in (RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX):
+            # What must not be looked into may lie outside of the file.
+            found = [region for region in self._regions if region.kind is kind and region not in self._unusable]
+            ends = ends_of_runs([(region.offset, region.offset + (region.length or 0)) for region in found])
+            limits.update(zip(found, ends, strict=True))
+        for region in self._regions:
+            limit = footer_offset
+            if region.kind is not RegionKind.PAGES and region not in self._unusable:
+                limit = limits.get(region) or starts[bisect_right(starts, region.offset)]
+            yield region, limit
 
     # --- What it comes to ----------------------------------------------------------------------------------
 
-    def _lose_chunk(self, chunk: ChunkCiphers) -> None:
+    def _lose_chunk(self, chunk: Chunk) -> None:
         column = chunk.ciphers.column
         self._losses.append(Loss(chunk.row_group_ordinal, column.ordinal, column.name, None))
 
@@ -346,3 +389,130 @@ class _FileVerifier:
             readable_row_groups=tuple(ordinal for ordinal in range(row_groups) if ordinal not in lost),
             damaged_indexes=tuple(dict.fromkeys(self._damaged_indexes)),
         )
+
+
+def column_ciphers(
+    footer: OpenFooter, opened: OpenedEnvelope, keys: FileKeys
+) -> Iterator[tuple[Column, ModuleCipher | None, bytes]]:
+    """Yield each encrypted column, its cipher, and the fingerprint of its DEK, which is empty without the DEK."""
+    own = [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
+    for column in footer.columns:
+        if column.encryption is ColumnEncryption.FOOTER_KEY:
+            yield column, opened.cipher, opened.fingerprint if opened.cipher is not None else b""
+    deks = keys.column_deks([(column.path, column.key_metadata) for column in own])
+    for column, dek in zip(own, deks, strict=True):
+        if dek is None:
+            yield column, None, b""
+        else:
+            yield column, None if opened.file_aad is None else ModuleCipher(dek, opened.file_aad), fingerprint(dek)
+
+
+# --- For an inspection ---
+
+
+FoundModule = tuple[ModuleType, int, int, int | None]
+"""Type, offset, length with framing, and page ordinal of a module."""
+
+
+class ModuleFinder:
+    """The part of an inspection that needs keys.
+
+    Attributes:
+        denied: Path of a column, empty for the footer -> why its key is unavailable.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        envelope: Envelope,
+        finder: MaterialFinder,
+        aad_prefix: ExpectedAadPrefix | None,
+        book: RuleBook,
+    ) -> None:
+        self._source = source
+        self._envelope = envelope
+        self._book = book
+        self._keys = FileKeys(finder, book)
+        self._expectation = Expectation(aad_prefix)
+        self._opened: OpenedEnvelope | None = None
+        self._ciphers: dict[int, ColumnCiphers] = {}
+        self._window = HeaderWindow(source, 0, envelope.footer_offset)
+        self.denied = self._keys.denied
+
+    def open(self) -> OpenedEnvelope | None:
+        """Open the footer of an encrypted file; None where it cannot be read."""
+        opener = FooterOpener(self._envelope, self._expectation, self._keys, FileNonces())
+        self._opened = opener.open()
+        return self._opened
+
+    def find_keys(self, footer: OpenFooter) -> None:
+        """Ask for the keys of all columns."""
+        opened = self._opened
+        plaintext = [column for column in footer.columns if column.encryption is ColumnEncryption.PLAINTEXT]
+        self._ciphers = {column.ordinal: ColumnCiphers(column) for column in plaintext}
+        if opened is None or opened.file_aad is None:
+            return
+        for column, cipher, _ in column_ciphers(footer, opened, self._keys):
+            if cipher is not None:
+                self._ciphers[column.ordinal] = ColumnCiphers(column, cipher, b"", self._envelope.algorithm)
+
+    def chunk_metadata(self, row_group_ordinal: int, column: Column, hidden: bytes) -> ColumnMetaData | None:
+        """Return the metadata of a chunk from its module; None without its key, or where it is not authentic."""
+        chunk = self._chunk(row_group_ordinal, column)
+        if chunk is None or chunk.ciphers.cipher is None:
+            return None
+        plaintext = chunk.plaintext(ModuleType.COLUMN_META_DATA, hidden, None, self._book)
+        try:
+            return None if plaintext is None else ColumnMetaData.read(plaintext)[0]
+        except ParquetFormatError as error:
+            self._book.broken("metadata-path", str(error), chunk_place(row_group_ordinal, column.ordinal))
+            return None
+
+    def pages(
+        self, row_group_ordinal: int, column: Column, dictionary_page_offset: int | None, region: ChunkRegion
+    ) -> tuple[list[FoundModule], bool] | None:
+        """Return the pages of a chunk and their headers, and whether all were found; None without its key."""
+        chunk = self._chunk(row_group_ordinal, column)
+        if chunk is None:
+            return None
+        end = self._window.end = region.offset + (region.length or 0)
+        modules: list[FoundModule] = []
+        defects: list[PageDefect] = []
+        for ordinal, facts, header_offset, offset, _ in walk_pages(
+            self._window,
+            region.offset,
+            end,
+            chunk.reader,
+            expects_dictionary_page=bool(dictionary_page_offset),
+            path="",
+            on_defect=defects.append,
+        ):
+            page_ordinal = None if ordinal == NO_PAGE_ORDINAL else ordinal
+            for place, start, length in (
+                (chunk.page_place(ordinal, is_header=True), header_offset, offset - header_offset),
+                (chunk.page_place(ordinal), offset, facts.page_length),
+            ):
+                modules.append((place.module_type, start, length, page_ordinal))
+        for defect in defects:
+            note_defect(chunk, defect, self._book)
+        return modules, not defects
+
+    def bloom_filter(
+        self, row_group_ordinal: int, column: Column, region: ChunkRegion, limit: int
+    ) -> list[FoundModule] | None:
+        """Return header and bitset of a Bloom filter; None without its key, or where the header is damaged."""
+        chunk = self._chunk(row_group_ordinal, column)
+        if chunk is None:
+            return None
+        lengths = IndexVerifier(self._source, {}, chunk, self._book).bloom_filter_lengths(region, limit)
+        if lengths is None:
+            return None
+        return [
+            (ModuleType.BLOOM_FILTER_HEADER, region.offset, lengths[0], None),
+            (ModuleType.BLOOM_FILTER_BITSET, region.offset + lengths[0], lengths[1], None),
+        ]
+
+    def _chunk(self, row_group_ordinal: int, column: Column) -> Chunk | None:
+        """Return how a chunk is decrypted; None without its key."""
+        ciphers = self._ciphers.get(column.ordinal)
+        return None if ciphers is None else Chunk(ciphers, row_group_ordinal)

@@ -1,34 +1,188 @@
-"""The rules about a footer that was opened: how columns are encrypted, and where their metadata is."""
+"""What is visible of a file without any key, and the rules about that and about a footer that was opened.
+
+That is the envelope, how columns are encrypted, and where their metadata is (spec 5.2, 5.4, 5.5).
+"""
 
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from parquet_keytools.conformance.chunk_layout import ChunkEntry, Column, OpenFooter, chunk_place
-from parquet_keytools.conformance.findings import RuleBook
-from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_COUNT, ModulePlace
-from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
-from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.file_layout import LeafColumn, leaf_columns
+from parquet_keytools.conformance.report import RuleBook
+from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES, FOOTER_PLACE, MAX_COUNT, ModulePlace
+from parquet_keytools.encryption.protection import (
+    Algorithm,
+    ColumnEncryption,
+    Envelope,
+    FooterMode,
+    UnknownAlgorithmError,
+)
+from parquet_keytools.errors import DraftFormatError, ParquetFormatError
+from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.file_layout import (
+    MAGIC,
+    MAGIC_ENCRYPTED_FOOTER,
+    MAGIC_LENGTH,
+    TAIL_LENGTH,
+    TRAILER_LENGTH,
+    FooterBytes,
+    LeafColumn,
+    check_footer_length,
+    leaf_columns,
+    unauthenticated_limit,
+    with_trailer,
+)
 from parquet_keytools.format.partial_footers import hidden_chunk_fields, shown_metadata, wrongly_shown
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
-from parquet_keytools.format.structs import ColumnMetaData, FileMetaData, RowGroup, SchemaElement
+from parquet_keytools.format.structs import (
+    ColumnChunk,
+    ColumnMetaData,
+    FileCryptoMetaData,
+    FileMetaData,
+    RowGroup,
+    SchemaElement,
+)
 from parquet_keytools.format.thrift import WireType
 
 if TYPE_CHECKING:
     from parquet_keytools.files.table_check import TableCheck
 
+_STRUCT, _BINARY = WireType.STRUCT, WireType.BINARY
+_CRYPTO, _HIDDEN = ColumnChunk.crypto_metadata.field_id, ColumnChunk.encrypted_column_metadata.field_id
+
+_CRYPTO_FIELD_IDS = {1, 2}
+_AES_FIELD_IDS = {1, 2, 3}
+
+
+def check_envelope(source: ByteSource, book: RuleBook) -> Envelope | None:
+    """Read what is visible, by two or three reads, and check the rules about it; None where that fails.
+
+    Raises:
+        ParquetFormatError: The footer is longer than the configuration accepts, which breaks no rule.
+    """
+    footer = _footer_bytes(source, book)
+    if footer is None:
+        return None
+    draft_rule = "draft-2018" if footer.is_encrypted else "draft-2019"
+    offset = footer.offset
+    try:
+        envelope = Envelope.of(footer, source.path)
+    except DraftFormatError as error:
+        book.broken(draft_rule, str(error), offset=offset)
+        return None
+    except UnknownAlgorithmError:
+        book.broken("algorithm", "the union of algorithms does not hold exactly one known one.", offset=offset)
+        return None
+    except ParquetFormatError as error:
+        book.broken("footer-thrift", str(error), offset=offset)
+        return None
+    book.holds(draft_rule, "footer-thrift")
+    # Some writers store fields empty that are not there.
+    envelope = replace(envelope, aad_file_unique=envelope.aad_file_unique or None)
+    if envelope.mode is not FooterMode.UNENCRYPTED:
+        _check_parameters(envelope, bytes(footer.data), book)
+    return envelope
+
+
+def _footer_bytes(source: ByteSource, book: RuleBook) -> FooterBytes | None:
+    size = source.size_bytes
+    if size < MAGIC_LENGTH + TRAILER_LENGTH:
+        book.broken("magic", f"{size} bytes are too few for a Parquet file.")
+        return None
+    tail_offset = size - min(size, TAIL_LENGTH)
+    tail = bytes(source.read_at(tail_offset, size - tail_offset))
+    head = bytes(source.read_at(0, MAGIC_LENGTH))
+    magic = tail[-MAGIC_LENGTH:]
+    is_magic = magic in (MAGIC, MAGIC_ENCRYPTED_FOOTER) and head == magic
+    if not book.check("magic", is_magic, f"the file begins with {head!r} and ends with {magic!r}."):
+        return None
+    (length,) = struct.unpack("<I", tail[-TRAILER_LENGTH:-MAGIC_LENGTH])
+    offset = size - TRAILER_LENGTH - length
+    message = f"{length} bytes do not fit into a file of {size} bytes."
+    if not book.check("footer-length", length > 0 and offset >= MAGIC_LENGTH, message):
+        return None
+    check_footer_length(length, source.path)
+    if offset >= tail_offset:
+        tail = tail[offset - tail_offset :]
+    else:
+        tail = with_trailer(bytes(source.read_at(offset, length)), magic)
+    return FooterBytes(magic == MAGIC_ENCRYPTED_FOOTER, offset, tail)
+
+
+def plaintext_metadata(envelope: Envelope, book: RuleBook, *, is_authentic: bool = False) -> FileMetaData | None:
+    """Build the footer; None where it is encrypted, or breaks the format, which goes into the book.
+
+    Args:
+        envelope: The file's envelope.
+        book: Where findings go.
+        is_authentic: Whether its signature was verified; if not, it may not take more memory than honest ones.
+    """
+    if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
+        return None
+    try:
+        limit = None if is_authentic else unauthenticated_limit(len(envelope.body))
+        metadata, _ = FileMetaData.read(envelope.body, max_memory=limit)
+        check_required(metadata)
+    except ParquetFormatError as error:
+        book.broken("footer-thrift", str(error), offset=envelope.footer_offset)
+        return None
+    return metadata
+
+
+def check_required(metadata: FileMetaData) -> None:
+    """Raise `ParquetFormatError` if a footer lacks required fields, or one has another type than it should."""
+    _ = metadata.version, metadata.num_rows, metadata.created_by
+    for element in metadata.schema:
+        _ = element.type, element.name, element.num_children
+    for row_group in metadata.row_groups:
+        _ = row_group.total_byte_size, row_group.num_rows, row_group.file_offset
+        _ = row_group.total_compressed_size, row_group.ordinal
+        for chunk in row_group.columns:
+            # The other fields are optional, and not there where they have another type.
+            types = chunk.struct.types()
+            if types.get(_CRYPTO, _STRUCT) is not _STRUCT or types.get(_HIDDEN, _BINARY) is not _BINARY:
+                _ = chunk.crypto_metadata, chunk.encrypted_column_metadata
+    for entry in metadata.key_value_metadata or ():
+        _ = entry.key, entry.value
+
+
+def _check_parameters(envelope: Envelope, data: bytes, book: RuleBook) -> None:
+    offset = envelope.footer_offset
+    book.holds("algorithm", "encrypted")
+    file_unique = envelope.aad_file_unique
+    message = "the file has no aad_file_unique: no AAD can be built as the specification says. "
+    message += "DuckDB 2.0 is known to write such files."
+    if book.check("file-unique", file_unique is not None, message, offset=offset):
+        length = len(file_unique or b"")
+        message = f"it has {length} bytes: it may hold the end of a prefix, or lack what went into one."
+        book.check("file-unique-length", length == FILE_UNIQUE_LENGTH_BYTES, message, offset=offset)
+    supplied, stored = envelope.supply_aad_prefix, envelope.aad_prefix is not None
+    message = "the prefix is stored, and the file also says that readers must supply it."
+    book.check("prefix-flag", not (supplied and stored), message, offset=offset)
+    book.check("no-prefix", supplied or stored, "nothing binds the file to its name or version.", offset=offset)
+    message = "pages are encrypted with AES-CTR, which authenticates nothing."
+    book.check("ctr", envelope.algorithm is not Algorithm.AES_GCM_CTR_V1, message, offset=offset)
+    if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
+        crypto, _ = FileCryptoMetaData.read(data)
+        unknown = [f"{field_id}" for field_id in crypto.struct.types() if field_id not in _CRYPTO_FIELD_IDS]
+        algorithm = crypto.encryption_algorithm
+        for parameters in filter(None, (algorithm.aes_gcm_v1, algorithm.aes_gcm_ctr_v1)):
+            unknown += [f"AES parameters {i}" for i in parameters.struct.types() if i not in _AES_FIELD_IDS]
+        message = f"fields that are not known: {', '.join(unknown)}."
+        book.check("crypto-fields", not unknown, message, offset=offset)
+
+
+# --- A footer that was opened ---
+
+
 _SIGNATURE_LENGTH = 28
 """Of nonce and tag; the cipher's own source file would take long to import, for a look at a footer."""
 
 _MOST_NAMED = 5
-
-_REPETITION_FIELD_ID = 3
-_REPEATED = (WireType.I32, 2)
-"""Of `repetition_type` in SchemaElement."""
 
 
 def check_footer(
@@ -64,8 +218,8 @@ def check_footer(
     _check_row_groups(metadata, row_groups, is_encrypted, book)
     columns, unusable = _columns(leaves, chunks, envelope, book)
     columns = [
-        replace(column, is_flat=is_flat, type=leaf.physical_type)
-        for column, is_flat, leaf in zip(columns, _flatness(schema), leaves, strict=True)
+        replace(column, is_flat=leaf.is_flat, type=leaf.physical_type)
+        for column, leaf in zip(columns, leaves, strict=True)
     ]
     if is_encrypted and row_groups and columns:
         has_encrypted = any(column.encryption is not ColumnEncryption.PLAINTEXT for column in columns)
@@ -91,22 +245,6 @@ def _check_mode_fields(envelope: Envelope, metadata: FileMetaData, book: RuleBoo
             signs.append("it is followed by as many bytes as a signature has")
         if signs:
             book.broken("algorithm-stated", f"the footer names no algorithm, and {', and '.join(signs)}.")
-
-
-def _flatness(schema: Sequence[SchemaElement]) -> list[bool]:
-    """Say of each leaf whether neither it nor a group around it repeats; the schema was checked before."""
-    flatness: list[bool] = []
-    groups = [[schema[0].num_children or 0, True]]
-    for element in schema[1:]:
-        while groups[-1][0] == 0:
-            groups.pop()
-        groups[-1][0] -= 1
-        is_flat = bool(groups[-1][1]) and element.struct.entry(_REPETITION_FIELD_ID) != _REPEATED
-        if element.num_children:
-            groups.append([element.num_children, is_flat])
-        elif element.type is not None:
-            flatness.append(is_flat)
-    return flatness
 
 
 def _check_names(envelope: Envelope, columns: Sequence[Column], book: RuleBook) -> None:
@@ -169,7 +307,7 @@ def _check_row_groups(
     if min(numbers, default=0) < 0:
         book.broken("row-count", f"a row group has {min(numbers)} rows.", FOOTER_PLACE)
     for position, row_group in enumerate(row_groups if is_encrypted else ()):
-        is_set, message = row_group.ordinal is not None, f"that of row group {position} is not."
+        is_set, message = row_group.ordinal is not None, f"row group {position} has no ordinal."
         if book.check("row-group-ordinal-set", is_set, message, FOOTER_PLACE):
             message = f"row group {position} says that its ordinal is {row_group.ordinal}."
             book.check("row-group-ordinal", row_group.ordinal == position, message, FOOTER_PLACE)
@@ -288,7 +426,7 @@ def _column(
     if envelope.mode is FooterMode.PLAINTEXT_FOOTER and (hidden_ids := hidden_chunk_fields(chunk.chunk.struct)):
         book.broken("metadata-stripped", f"its chunk shows the fields {sorted(hidden_ids)}.", place)
     path = leaf.path if crypto.path is None else crypto.path
-    message = f"the crypto metadata of {leaf.dotted_path!r} is that of {'.'.join(path)!r}."
+    message = f"the crypto metadata of {leaf.dotted_path!r} names column {'.'.join(path)!r}."
     book.check("crypto-metadata-path", path == leaf.path, message, place)
     encryption = ColumnEncryption.COLUMN_KEY if crypto.is_own else ColumnEncryption.FOOTER_KEY
     is_usable = _check_placement(encryption, chunk, envelope, place, book)

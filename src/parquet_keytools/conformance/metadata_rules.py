@@ -1,4 +1,4 @@
-"""Metadata that is encrypted or signed: the footer, opened, and that of column chunks (spec 5.3 to 5.5)."""
+"""Metadata that is encrypted or signed: the footer, opened, and column metadata (spec 5.3 to 5.5)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parquet_keytools.conformance.chunk_layout import ChunkNumbers, Column, OpenFooter, chunk_place
-from parquet_keytools.conformance.chunk_modules import ChunkCiphers, check_module, check_padding
-from parquet_keytools.conformance.envelope import check_required, plaintext_metadata
-from parquet_keytools.conformance.expectations import Expectation
-from parquet_keytools.conformance.file_keys import FOOTER, FileKeys, fingerprint
-from parquet_keytools.conformance.findings import RuleBook, Scope
-from parquet_keytools.conformance.nonce_ledger import NonceLedger, nonce_entry
+from parquet_keytools.conformance.chunk_verifier import Chunk, check_padding
+from parquet_keytools.conformance.file_keys import FOOTER, Expectation, FileKeys, fingerprint
+from parquet_keytools.conformance.footer_rules import check_required, plaintext_metadata
+from parquet_keytools.conformance.nonces import FileNonces, nonce_entry
+from parquet_keytools.conformance.report import RuleBook, Scope
 from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES, FOOTER_PLACE, ModuleType, module_behind
 from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, InvalidTag
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ModuleCipher
@@ -51,12 +50,12 @@ class OpenedEnvelope:
 class FooterOpener:
     """Opens the footer, and checks the rules about that."""
 
-    def __init__(self, envelope: Envelope, expectation: Expectation, keys: FileKeys, ledger: NonceLedger) -> None:
+    def __init__(self, envelope: Envelope, expectation: Expectation, keys: FileKeys, nonces: FileNonces) -> None:
         self._envelope = envelope
         self._expectation = expectation
         self._keys = keys
         self._book: RuleBook = keys.book
-        self._ledger = ledger
+        self._nonces = nonces
 
     def open(self) -> OpenedEnvelope | None:
         """Open the footer; None where it is not plaintext and cannot be decrypted."""
@@ -88,7 +87,7 @@ class FooterOpener:
         return OpenedEnvelope(metadata, file_aad, cipher, fingerprint(dek), is_authentic)
 
     def _signed(self, *, is_authentic: bool) -> FileMetaData | None:
-        """Return a plaintext footer; one that is known to be somebody else's only where that costs little."""
+        """Return a plaintext footer; a forged one only where that costs little."""
         if not is_authentic and len(self._envelope.body) > FORGED_FOOTER_LENGTH:
             return None
         return plaintext_metadata(self._envelope, self._book, is_authentic=is_authentic)
@@ -138,7 +137,7 @@ class FooterOpener:
         if len(signature) != _SIGNATURE_LENGTH:
             return False
         end = envelope.footer_offset + len(envelope.body)
-        self._ledger.of(key).add(nonce_entry(signature[:NONCE_LENGTH], end, signature[-4:]))
+        self._nonces.add(key, nonce_entry(signature[:NONCE_LENGTH], end, signature[-4:]))
         is_valid = self._authenticates(cipher)
         if is_valid and envelope.supply_aad_prefix:
             self._book.holds("prefix-expected")
@@ -170,7 +169,7 @@ class FooterOpener:
             body = body[: stored + LENGTH_LENGTH]
         if len(body) < GCM_FRAMING or stored != len(body) - LENGTH_LENGTH:
             return None
-        self._ledger.of(key).add(nonce_entry(body[4:16], offset, body[-4:]))
+        self._nonces.add(key, nonce_entry(body[4:16], offset, body[-4:]))
         out = bytearray(len(body) - GCM_FRAMING)
         try:
             cipher.gcm.decrypt_into(body[4:16], body[16:], cipher.file_aad + bytes([ModuleType.FOOTER]), out)
@@ -243,7 +242,7 @@ class MetadataReader:
         self._right_paths: dict[int, bytes] = {}
         self._first_offset = envelope.footer_offset + envelope.footer_length
 
-    def read(self, chunk: ChunkCiphers) -> ChunkNumbers | None:
+    def read(self, chunk: Chunk) -> ChunkNumbers | None:
         """Return what the metadata of a chunk says, its own where it can be decrypted, else what is visible."""
         row_group_ordinal, ciphers = chunk.row_group_ordinal, chunk.ciphers
         column = ciphers.column
@@ -281,14 +280,14 @@ class MetadataReader:
             self._check_agreement(visible, found, chunk)
         return numbers
 
-    def _decrypted(self, chunk: ChunkCiphers, module: bytes) -> ColumnMetaData | None:
+    def _decrypted(self, chunk: Chunk, module: bytes) -> ColumnMetaData | None:
         ciphers = chunk.ciphers
         # It lies somewhere in the footer; a number after its end tells it apart from all others.
         self._modules += 1
         if len(module) >= GCM_FRAMING:
             offset = self._first_offset + self._modules
-            ciphers.nonces.add(nonce_entry(module[4:16], offset, module[-4:]))
-        plaintext = check_module(chunk, ModuleType.COLUMN_META_DATA, module, None, self._book)
+            ciphers.nonces.add(ciphers.fingerprint, nonce_entry(module[4:16], offset, module[-4:]))
+        plaintext = chunk.plaintext(ModuleType.COLUMN_META_DATA, module, None, self._book)
         ciphers.counts[_BROKEN if plaintext is None else _AUTHENTIC] += 1
         if plaintext is None:
             return None
@@ -302,17 +301,17 @@ class MetadataReader:
             _refuse_incomplete(metadata)
         numbers = ChunkNumbers.of(metadata)
         if numbers.type != column.type:
-            raise ParquetFormatError(f"its type is {metadata.type}, and that of its column {column.type}.")
+            raise ParquetFormatError(f"its type is {metadata.type}, and its column has type {column.type}.")
         # Byte for byte the same in every row group, as a rule.
         path = metadata.bytes_of(ColumnMetaData.path_in_schema)
         if path is None or path != self._right_paths.get(column.ordinal):
             if tuple(metadata.path_in_schema) != column.path:
-                raise ParquetFormatError(f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}.")
+                raise ParquetFormatError(f"the metadata names column {'.'.join(metadata.path_in_schema)!r}.")
             assert path is not None
             self._right_paths[column.ordinal] = path
         return numbers
 
-    def _check_agreement(self, visible: ColumnMetaData, found: ColumnMetaData, chunk: ChunkCiphers) -> None:
+    def _check_agreement(self, visible: ColumnMetaData, found: ColumnMetaData, chunk: Chunk) -> None:
         written, full_bytes = visible.struct.as_bytes(), found.struct.as_bytes()
         if written is not None and full_bytes is not None and full_bytes.startswith(written[:-1]):
             # The same fields, and then perhaps others: so most writers leave out what must not be shown.

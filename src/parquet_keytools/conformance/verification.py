@@ -1,9 +1,9 @@
-"""Files and folders verified with the keys and the tables of a configuration."""
+"""Files and folders verified with the keys and the tables of a configuration, and damaged files salvaged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
 from pathlib import PurePosixPath
@@ -11,27 +11,40 @@ from typing import Any
 
 from parquet_keytools import audit
 from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set
-from parquet_keytools.conformance.envelope import check_envelope, plaintext_metadata
-from parquet_keytools.conformance.expectations import Expectation
-from parquet_keytools.conformance.file_keys import MaterialFinder, fingerprint_key, use_fingerprint_key
+from parquet_keytools.conformance.file_keys import (
+    Expectation,
+    MaterialFinder,
+    fingerprint_key,
+    use_fingerprint_key,
+)
 from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
-from parquet_keytools.conformance.findings import FILE_SCOPES, RuleBook
-from parquet_keytools.conformance.inspection import Inspection
-from parquet_keytools.conformance.inspector import inspect_source
-from parquet_keytools.conformance.nonce_ledger import SharedNonces
-from parquet_keytools.conformance.report import DataSetReport, FileReport
+from parquet_keytools.conformance.footer_rules import check_envelope, plaintext_metadata
+from parquet_keytools.conformance.inspection import Inspection, inspect_source
+from parquet_keytools.conformance.nonces import FileNonces, NoncePart, SharedNonces
+from parquet_keytools.conformance.report import FILE_SCOPES, DataSetReport, FileReport, Loss, RuleBook
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
-from parquet_keytools.encryption.protection import Envelope, FooterMode
-from parquet_keytools.errors import KeytoolsError, ParquetFormatError
+from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
+from parquet_keytools.encryption.footer import Footer, read_envelope
+from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.protection import Envelope, FooterColumn, FooterMode
+from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
+from parquet_keytools.errors import DecryptionError, KeytoolsError, NotEncryptedError, ParquetFormatError
+from parquet_keytools.files.conversion import FileResult, plaintext_output, refuse_same_file
+from parquet_keytools.files.conversion import Progress as SalvageProgress
+from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import check_column_keys, check_footer_key, refuse_ctr
+from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
+from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.runtime.presentation import escaped_path
 from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import written_bytes
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
 
@@ -105,14 +118,19 @@ def verify_folder(
     found = sorted(data_set(folder, into_passed_over=True), key=lambda entry: entry.location.path)
     reports: list[FileReport] = []
     members: list[Member] = []
-    nonces = SharedNonces()
     files = [entry for entry in found if isinstance(entry, ParquetFile)]
     verify = MemberVerifier(keys, table_name, aad_prefix)
+    locations = {file.location.path_within(folder): file.location for file in files}
+
+    def read_again(names: Collection[str], part: NoncePart) -> Iterator[tuple[str, FileNonces | None]]:
+        return ((name, verify(locations[name], nonce_part=part)[1].nonces) for name in names)
+
+    nonces = SharedNonces(read_again)
     for location, (report, facts) in _verified(files, verify, visible=folder.is_for_all_processes):
         reports.append(report)
-        name = _name_in(folder, location)
+        name = location.path_within(folder)
         if facts.nonces is not None:
-            nonces.add_file(name, facts.nonces)
+            nonces.add_file(name, facts.nonces.invocations, facts.nonces)
         members.append(Member(name, replace(facts, nonces=None)))
         if on_progress is not None:
             on_progress(report)
@@ -139,17 +157,21 @@ class MemberVerifier:
     def __reduce__(self) -> tuple[Any, ...]:
         return _verifier_in_worker, (self._keys, self._table_name, self._aad_prefix, fingerprint_key())
 
-    def __call__(self, location: FileLocation, threads: int = 2) -> tuple[FileReport, FileFacts]:
+    def __call__(
+        self, location: FileLocation, threads: int = 2, nonce_part: NoncePart | None = None
+    ) -> tuple[FileReport, FileFacts]:
         """Verify a file of a folder: one that cannot be read must not hide what is wrong with the others."""
         try:
-            return self.verify(location, threads)
+            return self.verify(location, threads, nonce_part)
         except OSError as error:
             return _unreadable(str(location), error.strerror or type(error).__name__), FileFacts()
         except UnicodeError:
             return _unreadable(str(location), "its name is not UTF-8, and so has no AAD prefix"), FileFacts()
 
-    def verify(self, location: FileLocation, threads: int = 2) -> tuple[FileReport, FileFacts]:
-        """Verify a file.
+    def verify(
+        self, location: FileLocation, threads: int = 2, nonce_part: NoncePart | None = None
+    ) -> tuple[FileReport, FileFacts]:
+        """Verify a file, or only collect some of its nonces.
 
         Raises:
             OSError: It cannot be read, for another reason than permissions.
@@ -157,7 +179,8 @@ class MemberVerifier:
         try:
             with audit.about(location), open_source(location) as source:
                 finder = finder_of(self._keys, location, self._kms_keys)
-                return verify_source(source, finder, self._expectation(source, location), threads=threads)
+                expectation = self._expectation(source, location)
+                return verify_source(source, finder, expectation, threads=threads, nonce_part=nonce_part)
         except PermissionError as error:
             return _unreadable(str(location), error.strerror or "permission denied"), FileFacts()
         except ParquetFormatError as error:
@@ -237,10 +260,6 @@ def folder_report(
     )
 
 
-def _name_in(folder: FileLocation, file: FileLocation) -> str:
-    return file.path_within(folder)
-
-
 def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surroundings:
     summaries = [left.location for left in left_out if left.reason is LeftOutReason.SUMMARY]
     return Surroundings(
@@ -251,7 +270,7 @@ def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surround
             {left.location.name for left in left_out if left.reason is LeftOutReason.KEY_MATERIAL}
         ),
         plaintext_passed_over=[
-            escaped_path(_name_in(folder, left.location))
+            escaped_path(left.location.path_within(folder))
             for left in left_out
             if left.reason is LeftOutReason.PASSED_OVER and not left.is_folder and _may_be_plaintext(left.location)
         ],
@@ -265,7 +284,7 @@ def _listed_files(folder: FileLocation, summary: FileLocation) -> Iterator[str]:
     if metadata is None:
         return
     paths = {row_group.columns[0].file_path for row_group in metadata.row_groups if row_group.columns}
-    within = PurePosixPath(_name_in(folder, summary)).parent
+    within = PurePosixPath(summary.path_within(folder)).parent
     yield from (str(within / path) for path in paths if path)
 
 
@@ -290,10 +309,10 @@ def _may_be_plaintext(location: FileLocation) -> bool:
         with open_source(location) as source:
             if source.size_bytes < MAGIC_LENGTH or bytes(source.read_at(0, MAGIC_LENGTH)) != MAGIC:
                 return False
-            envelope = check_envelope(source, RuleBook(FILE_SCOPES))
-            return envelope is None or envelope.mode is FooterMode.UNENCRYPTED
     except (OSError, KeytoolsError):
         return False
+    envelope = _visible_of(location)
+    return envelope is None or envelope.mode is FooterMode.UNENCRYPTED
 
 
 def _unreadable(path: str, reason: str) -> FileReport:
@@ -317,3 +336,139 @@ def expected_prefix(
         envelope = check_envelope(source, RuleBook(FILE_SCOPES))
         stored = None if envelope is None else envelope.aad_prefix
     return keys.expected_aad_prefix(location, table_name, aad_prefix, stored)
+
+
+# --- What can still be read of a damaged file, written to a new one (data-pages.md, error recovery) ---
+
+
+@dataclass(frozen=True)
+class SalvageResult(FileResult):
+    """What was written of a damaged file, and what is missing in it.
+
+    Attributes:
+        row_groups: How many the source has.
+        missing_row_groups: Ordinals, in the source, of those that were left out.
+        losses: What is lost of which chunk, page by page.
+        dropped_indexes: (row group ordinal, column ordinal), in the source, of chunks whose page index or Bloom
+            filter was damaged and left out; their values are all there.
+    """
+
+    row_groups: int
+    missing_row_groups: tuple[int, ...]
+    losses: tuple[Loss, ...]
+    dropped_indexes: tuple[tuple[int, int], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.missing_row_groups and not self.dropped_indexes
+
+
+@dataclass(frozen=True)
+class _WithoutIndexes(Footer):
+    """A footer whose damaged page indexes and Bloom filters are not mentioned.
+
+    Attributes:
+        damaged: (row group ordinal, column ordinal) of their chunks.
+    """
+
+    damaged: frozenset[tuple[int, int]] = frozenset()
+
+    def chunk_metadata(
+        self, row_group_ordinal: int, column: FooterColumn, cipher: ModuleCipher | None
+    ) -> ColumnMetaData:
+        """Return the metadata of a chunk, without its Bloom filter where something is damaged."""
+        metadata = super().chunk_metadata(row_group_ordinal, column, cipher)
+        if (row_group_ordinal, column.ordinal) in self.damaged:
+            metadata = metadata.shallow_copy()
+            metadata.bloom_filter_offset = None
+            metadata.bloom_filter_length = None
+        return metadata
+
+
+def salvage_file(
+    keys: KeyService,
+    source: FileLocation,
+    target: FileLocation,
+    table_name: str | None,
+    aad_prefix: str | bytes | None,
+    on_progress: SalvageProgress | None = None,
+    *,
+    overwrite: bool = True,
+    mode: int | None = None,
+) -> SalvageResult:
+    """Decrypt the row groups of a file that are whole; see `Keytools.salvage_file`."""
+    refuse_digests(
+        keys.configuration,
+        "a file is not decrypted where columns are shown as digests.",
+        "Salvage it with another configuration.",
+    )
+    refuse_same_file(source, target)
+    finder = RetrieverFinder(keys, keys.kms_keys(), source)
+    with open_source(source) as opened:
+        prefix = expected_prefix(keys, opened, source, table_name, aad_prefix)
+        if keys.configuration.reading.ctr_files == "reject":
+            refuse_ctr(read_envelope(opened), str(source))
+        footer = _own_footer(keys.table_check(table_name), source, opened, finder, prefix)
+        deks = column_deks(footer, finder)
+        # Where the algorithm was exchanged no page can be read, and that is not what damage looks like.
+        check_stated_algorithm(opened, footer, deks)
+        report, _ = verify_source(opened, finder, Expectation(prefix))
+        damage = report.damage
+        if damage is None or damage.file_is_lost or (damage.row_groups and not damage.readable_row_groups):
+            raise DecryptionError(
+                f"{source}: nothing can be salvaged: no row group is whole.", hint="`verify` says what is damaged."
+            )
+        readable = damage.readable_row_groups
+        with plaintext_output(target, mode, overwrite=overwrite) as pending, pending.open_sink() as sink:
+            decrypt_columns(
+                opened,
+                sink,
+                _without_indexes(footer, frozenset(damage.damaged_indexes)),
+                deks,
+                row_group_ordinals=readable,
+                on_progress=on_progress,
+            )
+        return SalvageResult(
+            str(source),
+            str(target),
+            opened.size_bytes,
+            written_bytes([target]),
+            damage.row_groups,
+            tuple(ordinal for ordinal in range(damage.row_groups) if ordinal not in readable),
+            damage.losses,
+            tuple(place for place in damage.damaged_indexes if place[0] in readable),
+        )
+
+
+def _own_footer(
+    table_check: TableCheck | None,
+    location: FileLocation,
+    source: ByteSource,
+    finder: RetrieverFinder,
+    aad_prefix: ExpectedAadPrefix | None,
+) -> Footer:
+    """Return the footer of an encrypted file that is what its table says."""
+    envelope = read_envelope(source)
+    if envelope.mode is FooterMode.UNENCRYPTED:
+        raise NotEncryptedError(f"{location} is not encrypted.")
+    if table_check is not None:
+        check_footer_key(table_check, str(location), envelope, finder)
+    # What is wrong with the AAD is found before the KMS is asked.
+    envelope.file_aads(aad_prefix)
+    footer = envelope.open(finder.footer_dek(envelope.key_metadata), aad_prefix)
+    if table_check is not None:
+        check_column_keys(table_check, str(location), footer, finder)
+    refuse_folders_above(location, footer.protected_columns, table_check)
+    return footer
+
+
+def _without_indexes(footer: Footer, damaged: frozenset[tuple[int, int]]) -> Footer:
+    chunks = [list(row_group_chunks) for row_group_chunks in footer.chunks]
+    for row_group_ordinal, column_ordinal in damaged:
+        chunk: ColumnChunk = chunks[row_group_ordinal][column_ordinal].shallow_copy()
+        chunk.column_index_offset = chunk.column_index_length = None
+        chunk.offset_index_offset = chunk.offset_index_length = None
+        chunks[row_group_ordinal][column_ordinal] = chunk
+    parts: Mapping[str, object] = {part.name: getattr(footer, part.name) for part in fields(footer)}
+    return replace(_WithoutIndexes(**parts), chunks=chunks, damaged=damaged)  # type: ignore[arg-type]

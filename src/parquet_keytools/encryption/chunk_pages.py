@@ -39,7 +39,8 @@ class ChunkPages:
         count: How many pages there are.
         numbers: Six for each page, in order: the lengths of header and page in the source, with framing; the page
             ordinal, `NO_PAGE_ORDINAL` for the dictionary page; the CRC that the header states, or `NOTHING`; where
-            its new header ends in `headers`; and where in that a padded CRC is to be filled in, or `NOTHING`.
+            its new header ends in `headers`; and where in that header a padded CRC is filled in, or `NOTHING`.
+        values: How many values each page has, where that was asked for.
         headers: The new headers one after another, without framing; empty where chunks are copied.
         first_data_page: Position of the first data page among the pages; None where there is none.
         length_before_data: How many bytes the pages before the first data page take in the output.
@@ -55,12 +56,14 @@ class ChunkPages:
         "output_length",
         "source_end",
         "source_offset",
+        "values",
     )
 
     def __init__(self, source_offset: int) -> None:
         self.source_offset = source_offset
         self.source_end = self.count = 0
         self.numbers: array[int] = array("q")
+        self.values: array[int] = array("q")
         self.headers = b""
         self.first_data_page: int | None = None
         self.length_before_data = self.output_length = 0
@@ -91,7 +94,7 @@ class ChunkPages:
         return zip(numbers, numbers, numbers, numbers, numbers, numbers, strict=True)
 
     def header_end(self, position: int) -> int:
-        """Return where in `headers` that of the page before a position ends."""
+        """Return where in `headers` the header of the page before a position ends."""
         return self.numbers[position * _EACH - 2] if position else 0
 
 
@@ -135,7 +138,7 @@ _read_length = struct.Struct("<I").unpack_from
 
 
 class PageJobs:
-    """What is to be enciphered for some of the output, in one go: for many chunks where these are small.
+    """The cipher work for a part of the output, in one go: for many chunks where these are small.
 
     The interpreter lock is let go within the cipher. Loops around it that do next to nothing else keep two threads
     from waiting for each other after every page.
@@ -151,7 +154,7 @@ class PageJobs:
         self._headers: list[_Job] = []
         """For each of `_pages` one."""
         self._crcs: list[tuple[int, int]] = []
-        """Position in these lists, and where in the header the CRC of the page is to be filled in."""
+        """Position in these lists, and where in the header the CRC of the page is filled in."""
 
     def run(self) -> None:
         """Do all of it.

@@ -11,7 +11,8 @@ from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.encryption.chunk_pages import ChunkPages, output_lengths, source_offsets
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher
 from parquet_keytools.encryption.output_parts import BytesPart, PagesPart, Part
-from parquet_keytools.encryption.page_walk import walk_chunk
+from parquet_keytools.encryption.page_index import DataPages, checked_column_index, checked_offset_index
+from parquet_keytools.encryption.page_walk import NOT_DATA, walk_chunk
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import ChunkPlaces, Region, RegionKind
@@ -38,6 +39,9 @@ INDEX_FIELD_IDS = {
     RegionKind.OFFSET_INDEX: (ColumnChunk.offset_index_offset.field_id, ColumnChunk.offset_index_length.field_id),
 }
 
+_OFFSET_INDEX_OFFSET = ColumnChunk.offset_index_offset.field_id
+_COLUMN_INDEX_OFFSET = ColumnChunk.column_index_offset.field_id
+
 
 class PagesMemory:
     """How much memory the pages of all chunks may take while a file is laid out; beyond that they are found again.
@@ -51,7 +55,7 @@ class PagesMemory:
 
     def take(self, pages: ChunkPages) -> bool:
         """Take what these pages need; returns whether there was as much."""
-        needed = len(pages.headers) + 48 * pages.count + 1024
+        needed = len(pages.headers) + 8 * len(pages.values) + 48 * pages.count + 1024
         if needed > self.left_bytes:
             return False
         self.left_bytes -= needed
@@ -66,22 +70,28 @@ class ChunkRewrite:
         metadata: Its full metadata. Not changed.
         reader: Decrypts its modules; None for a plaintext chunk.
         writer: Encrypts them; None for plaintext output.
-        chunk_changes: What is to be set in the chunk for the output; what says how it is encrypted is not in it.
+        chunk_changes: What changes in the chunk for the output, apart from how it is encrypted.
         metadata_changes: Likewise in its metadata.
         places: What the metadata says of where the chunk lies; set by `in_order`.
         start: Where its pages begin in the output, when they are laid out.
         length: How many bytes they take there.
         forgotten_length: How many bytes old writers left out of the sizes that the source states.
+        num_rows: Of its row group.
+        is_flat: Whether each of its values is a row.
+        dropped_indexes: Page indexes that are wrong and so are not in the output, and why.
     """
 
     __slots__ = (
         "_find_pages",
         "chunk",
         "chunk_changes",
+        "dropped_indexes",
         "forgotten_length",
+        "is_flat",
         "length",
         "metadata",
         "metadata_changes",
+        "num_rows",
         "places",
         "reader",
         "start",
@@ -91,7 +101,14 @@ class ChunkRewrite:
     places: ChunkPlaces
 
     def __init__(
-        self, chunk: ColumnChunk, metadata: ColumnMetaData, reader: ChunkCipher | None, writer: ChunkCipher | None
+        self,
+        chunk: ColumnChunk,
+        metadata: ColumnMetaData,
+        reader: ChunkCipher | None,
+        writer: ChunkCipher | None,
+        *,
+        num_rows: int = 0,
+        is_flat: bool = False,
     ) -> None:
         self.chunk = chunk
         self.metadata = metadata
@@ -102,6 +119,9 @@ class ChunkRewrite:
         self.start = 0
         self.length = 0
         self.forgotten_length = 0
+        self.num_rows = num_rows
+        self.is_flat = is_flat
+        self.dropped_indexes: list[str] = []
         self._find_pages: Callable[[], ChunkPages] | None = None
 
     def new_metadata(self) -> bytes:
@@ -109,7 +129,9 @@ class ChunkRewrite:
         return self.metadata.struct.changed_bytes(self.metadata_changes)
 
     def lay_out(self, source: ByteSource, region: Region, offset: int, memory: PagesMemory) -> Part:
-        """Lay out one of the chunk's regions at `offset` of the output; pages come before their offset index.
+        """Lay out one of the chunk's regions at `offset` of the output; pages come before their indexes.
+
+        A page index that is wrong gets no place in the output.
 
         Raises:
             ParquetFormatError: The region does not hold what it should.
@@ -124,14 +146,7 @@ class ChunkRewrite:
             if self.writer is not None or self.places.bloom_filter_length is not None:
                 self.metadata_changes[_BLOOM_FILTER_LENGTH] = (_I32, part.length)
             return part
-        if region.kind is RegionKind.OFFSET_INDEX:
-            part = self._lay_out_offset_index(source, region)
-            self.place_index(region.kind, offset, part.length)
-            return part
-        assert region.length is not None
-        part = self._copied(source, region.offset, region.length, ModuleType.COLUMN_INDEX)
-        self.place_index(region.kind, offset, part.length)
-        return part
+        return self._lay_out_index(source, region, offset)
 
     def place_index(self, kind: RegionKind, offset: int, length: int) -> None:
         """Note where one of its indexes lies in the output."""
@@ -164,6 +179,8 @@ class ChunkRewrite:
             reader=self.reader,
             writer=self.writer,
             expects_dictionary_page=bool(self.places.dictionary_page_offset),
+            keeps_values=_OFFSET_INDEX_OFFSET in self.chunk.struct.types()
+            or _COLUMN_INDEX_OFFSET in self.chunk.struct.types(),
         )
 
     def _move(self, pages: ChunkPages, region: Region, offset: int) -> None:
@@ -187,7 +204,7 @@ class ChunkRewrite:
         if index_page:
             new[_INDEX_PAGE_OFFSET] = _entry(self._moved(index_page, pages, region, offset))
         elif pages.count and pages.first_data_page != 0 and not has_dictionary_page:
-            # An index page comes first: without its offset nobody would know where the chunk begins.
+            # An index page comes first: without its offset, readers would not know where the chunk begins.
             new[_INDEX_PAGE_OFFSET] = (_I64, offset)
         if self.forgotten_length:
             size = self.metadata.total_uncompressed_size + self.forgotten_length
@@ -225,18 +242,33 @@ class ChunkRewrite:
 
     # --- Indexes -------------------------------------------------------------------------------------------
 
-    def _lay_out_offset_index(self, source: ByteSource, region: Region) -> Part:
-        assert region.length is not None and self._find_pages is not None
-        plaintext = self._plaintext(source, region.offset, region.length, ModuleType.OFFSET_INDEX)
+    def _lay_out_index(self, source: ByteSource, region: Region, offset: int) -> Part:
+        assert region.length is not None
+        is_offset_index = region.kind is RegionKind.OFFSET_INDEX
+        module_type = ModuleType.OFFSET_INDEX if is_offset_index else ModuleType.COLUMN_INDEX
+        plaintext = self._plaintext(source, region.offset, region.length, module_type)
+        assert self._find_pages is not None
         pages = self._find_pages()
-        lengths = output_lengths(pages, self.reader, self.writer)
-        starts = accumulate(lengths, initial=self.start)
-        moves = dict(zip(source_offsets(pages), zip(starts, lengths, strict=False), strict=False))
-        try:
+        data_pages = _data_pages(pages)
+        if is_offset_index:
+            flaws, _ = checked_offset_index(plaintext, data_pages, self.num_rows, is_flat=self.is_flat)
+        else:
+            flaws, _ = checked_column_index(plaintext, data_pages)
+        if flaws:
+            self.dropped_indexes.append(f"the {module_type.title} at byte {region.offset}: {flaws[0][1]}")
+            for field_id in INDEX_FIELD_IDS[region.kind]:
+                self.chunk_changes[field_id] = None
+            return BytesPart(0, lambda: b"")
+        if is_offset_index:
+            lengths = output_lengths(pages, self.reader, self.writer)
+            starts = accumulate(lengths, initial=self.start)
+            moves = dict(zip(source_offsets(pages), zip(starts, lengths, strict=False), strict=False))
             moved = move_pages(plaintext, moves)
-        except ParquetFormatError as error:
-            raise ParquetFormatError(f"offset index at byte {region.offset}: {error}", path=source.path) from None
-        return self._encrypted(len(moved), lambda: moved, ModuleType.OFFSET_INDEX)
+            part = self._encrypted(len(moved), lambda: moved, module_type)
+        else:
+            part = self._copied(source, region.offset, region.length, module_type)
+        self.place_index(region.kind, offset, part.length)
+        return part
 
     def _plaintext(
         self, source: ByteSource, offset: int, length: int, module_type: ModuleType
@@ -284,7 +316,7 @@ class ChunkRewrite:
         return BytesPart(header.length + bitset.length, lambda: bytes(header.make()) + bytes(bitset.make()))
 
     def _read_bloom_filter_header(self, source: ByteSource, region: Region) -> tuple[int, int]:
-        """Return the length of the header as it is stored, and that of the bitset without framing."""
+        """Return the length of the header as it is stored, and the length of the bitset without framing."""
         room = region.limit - region.offset
         stored = memoryview(source.read_at(region.offset, min(room, _MAX_BLOOM_FILTER_HEADER)))
         if self.reader is None:
@@ -303,3 +335,16 @@ class ChunkRewrite:
 
 def _entry(offset: int | None) -> Entry | None:
     return None if offset is None else (_I64, offset)
+
+
+def _data_pages(pages: ChunkPages) -> DataPages:
+    """Return the pages of a walk that kept numbers of values, without dictionary and index pages."""
+    found = DataPages()
+    for offset, values, (header_length, page_length, *_) in zip(
+        source_offsets(pages), pages.values, pages.each(0, pages.count), strict=True
+    ):
+        if values != NOT_DATA:
+            found.offsets.append(offset)
+            found.lengths.append(header_length + page_length)
+            found.values.append(values)
+    return found

@@ -181,6 +181,8 @@ def open_chunks(
     ordinals = range(len(footer.row_groups)) if row_group_ordinals is None else row_group_ordinals
     for row_group_ordinal in ordinals:
         chunks: list[ChunkRewrite] = []
+        row_group = footer.row_groups[row_group_ordinal]
+        num_rows = row_group.num_rows
         for column, cipher in zip(columns, ciphers, strict=True):
             reader = None
             if cipher is not None:
@@ -191,7 +193,9 @@ def open_chunks(
                     footer.chunk_metadata(row_group_ordinal, column, cipher),
                     reader,
                     writer_of(row_group_ordinal, column.ordinal),
+                    num_rows=num_rows,
+                    is_flat=footer.leaves[column.ordinal].is_flat,
                 )
             )
-        row_groups.append((footer.row_groups[row_group_ordinal], chunks))
+        row_groups.append((row_group, chunks))
     return row_groups

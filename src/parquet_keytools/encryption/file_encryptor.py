@@ -8,7 +8,13 @@ from parquet_keytools.encryption.aad import refuse_more_than_ordinals
 from parquet_keytools.encryption.chunk_rewrite import INDEX_FIELD_IDS, ChunkRewrite, PagesMemory
 from parquet_keytools.encryption.file_decryptor import Deks, open_chunks
 from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
-from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, in_order, new_row_group, rewrite_file
+from parquet_keytools.encryption.file_rewriter import (
+    RowGroupRewrite,
+    in_order,
+    new_row_group,
+    rewrite_file,
+    warn_of_dropped_indexes,
+)
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope
 from parquet_keytools.encryption.output_parts import BytesPart, Part, write_parts
 from parquet_keytools.encryption.protection import FooterMode, naming_file
@@ -205,15 +211,16 @@ class StreamedFile:
         parts: list[Part] = []
         indexes: dict[ChunkRewrite, list[tuple[RegionKind, bytes]]] = {}
         offset, memory = self.size_bytes, PagesMemory()
-        for region, chunk in in_order(
-            source, row_groups, footer.envelope.footer_offset, footer.metadata.created_by
-        ):
+        regions = in_order(source, row_groups, footer.envelope.footer_offset, footer.metadata.created_by)
+        for region, chunk in regions:
             part = chunk.lay_out(source, region, offset, memory)
             if isinstance(part, BytesPart) and region.kind in self._indexes:
-                indexes.setdefault(chunk, []).append((region.kind, bytes(part.make())))
+                if part.length:
+                    indexes.setdefault(chunk, []).append((region.kind, bytes(part.make())))
                 continue
             parts.append(part)
             offset += part.length
+        warn_of_dropped_indexes(source.path, regions)
         return parts, indexes
 
     def finish(self, template: ByteSource) -> None:

@@ -22,8 +22,11 @@ from parquet_keytools.format.file_layout import (
 )
 from parquet_keytools.format.structs import RowGroup
 from parquet_keytools.format.thrift import Struct, ThriftList, WireType
+from parquet_keytools.runtime.presentation import warn_caller
 
-_PAGES, _OFFSET_INDEX = RegionKind.PAGES, RegionKind.OFFSET_INDEX
+_PAGES = RegionKind.PAGES
+_INDEXES = (RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX)
+_MOST_NAMED = 3
 
 RowGroupRewrite = tuple[RowGroup, Sequence[ChunkRewrite]]
 """A row group of the source, and its chunks that go into the output."""
@@ -74,6 +77,7 @@ def rewrite_file(
             raise _with_path(error, source.path) from None
         parts.append(part)
         offset += part.length
+    warn_of_dropped_indexes(source.path, regions)
     footer = make_footer()
     trailer = with_trailer(footer, magic)
     parts.append(BytesPart(len(trailer), lambda: trailer))
@@ -84,7 +88,7 @@ def rewrite_file(
 def in_order(
     source: ByteSource, row_groups: Sequence[RowGroupRewrite], footer_offset: int, created_by: str | None
 ) -> list[tuple[Region, ChunkRewrite]]:
-    """Return all regions in the order of the source, but offset indexes after the pages that they are about."""
+    """Return all regions in the order of the source, but page indexes after the pages that they are about."""
     regions: list[Region] = []
     try:
         for row_group_ordinal, (_, row_group_chunks) in enumerate(row_groups):
@@ -102,11 +106,22 @@ def in_order(
         kind = region[0]
         if kind is _PAGES:
             laid_out.add(chunk)
-        elif kind is _OFFSET_INDEX and chunk not in laid_out:
+        elif kind in _INDEXES and chunk not in laid_out:
             early.append((region, chunk))
             continue
         result.append((region, chunk))
     return result + early
+
+
+def warn_of_dropped_indexes(path: str, regions: Iterable[tuple[Region, ChunkRewrite]]) -> None:
+    """Warn once for a file that wrong page indexes are not in the output: readers find values without them."""
+    dropped = [text for chunk in dict.fromkeys(chunk for _, chunk in regions) for text in chunk.dropped_indexes]
+    if dropped:
+        more = f", and {len(dropped) - _MOST_NAMED} more" if len(dropped) > _MOST_NAMED else ""
+        warn_caller(
+            f"{path}: page indexes that do not fit their pages are left out of the output: "
+            f"{' '.join(dropped[:_MOST_NAMED])}{more}"
+        )
 
 
 def new_row_group(

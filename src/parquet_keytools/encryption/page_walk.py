@@ -1,21 +1,29 @@
-"""The walk over the pages of a column chunk: from header to header, without looking at what lies between."""
+"""The walk over the pages of a column chunk, from header to header.
+
+It is the only one: files are encrypted, decrypted, re-keyed, salvaged and verified by it. Defects go to a
+callback: commands that write files raise the first, and `verify` notes the defects of all chunks.
+"""
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
 
-from parquet_keytools.encryption.aad import MAX_COUNT, MAX_ORDINAL, WRITE_LARGER_PAGES
+from parquet_keytools.encryption.aad import MAX_COUNT, WRITE_LARGER_PAGES
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.chunk_pages import NOTHING, ChunkPages, check_crc, decrypt_page
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, NO_PAGE_ORDINAL, ChunkCipher
-from parquet_keytools.errors import FormatLimitError, ParquetFormatError
+from parquet_keytools.errors import DecryptionError, FormatLimitError, KeytoolsError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.pages import (
     MAX_PAGE_LENGTH,
     PageHeaderFacts,
     crc_position,
+    read_page_contents,
     read_page_header,
     with_sizes,
 )
@@ -23,7 +31,7 @@ from parquet_keytools.format.structs import PageHeader
 from parquet_keytools.format.thrift import varint
 
 _WINDOW_LENGTH = 64 * 1024
-"""How much is read at once where the next header is likely to be in it too."""
+"""How much is read at once where the next header is likely to be within it."""
 
 _HEADER_LENGTH = 512
 """How much is read at once where pages are longer than a window; few headers are."""
@@ -31,6 +39,9 @@ _HEADER_LENGTH = 512
 _read_length = struct.Struct("<I").unpack_from
 
 _DICTIONARY_PAGE, _INDEX_PAGE = PageHeader.DICTIONARY_PAGE, PageHeader.INDEX_PAGE
+
+NOT_DATA = -2
+"""Stands for the number of values of a page without values of the column."""
 
 _BEGINNING_LENGTH = 32
 """Length field, nonce, and one block of a page."""
@@ -42,16 +53,25 @@ class HeaderWindow:
     Args:
         source: The file.
         start: Where the first header begins.
-        end: What lies there and after it is not read.
+        end: Where the chunk may end at most.
         is_for_one: Whether no more than the first header is likely to be read.
+        step: How much is read at once. With a step, pages are read through the window too, and chunks that follow
+            each other can share it.
+
+    Attributes:
+        end: Where the chunk may end at most.
+        readable_end: Bytes from here on are not read.
     """
 
-    __slots__ = ("_end", "_is_for_one", "_source", "data", "offset")
+    __slots__ = ("_is_for_one", "_source", "_step", "data", "end", "offset", "readable_end")
 
-    def __init__(self, source: ByteSource, start: int, end: int, *, is_for_one: bool = False) -> None:
+    def __init__(
+        self, source: ByteSource, start: int, end: int, *, is_for_one: bool = False, step: int | None = None
+    ) -> None:
         self._source = source
-        self._end = end
         self._is_for_one = is_for_one
+        self._step = step
+        self.end = self.readable_end = end
         self.offset = start
         self.data: memoryview = memoryview(b"")
 
@@ -59,22 +79,164 @@ class HeaderWindow:
         """Make `length` bytes at `offset` be in `data`; returns their position there."""
         position = offset - self.offset
         if not 0 <= position <= len(self.data) - length:
-            is_far = position > _WINDOW_LENGTH or self._is_for_one
-            self._is_for_one = False
-            usual = _HEADER_LENGTH if is_far else _WINDOW_LENGTH
-            length = min(max(length, usual), self._end - offset)
+            usual = self._step
+            if usual is None:
+                is_far = position > _WINDOW_LENGTH or self._is_for_one
+                usual = _HEADER_LENGTH if is_far else _WINDOW_LENGTH
+                self._is_for_one = False
+            length = min(max(length, usual), self.readable_end - offset)
             self.data = memoryview(self._source.read_at(offset, length))
             self.offset = offset
             position = 0
         return position
 
+    def view(self, offset: int, length: int) -> memoryview:
+        """Return `length` bytes at `offset`."""
+        position = self.cover(offset, length)
+        return self.data[position : position + length]
+
     def grow(self, offset: int) -> bool:
         """Read twice as much at `offset`; returns whether there is more."""
         held = len(self.data) - (offset - self.offset)
-        if offset + held >= self._end:
+        if offset + held >= self.end:
             return False
-        self.cover(offset, min(held * 2 + 64, self._end - offset))
+        self.cover(offset, min(held * 2 + 64, self.end - offset))
         return True
+
+
+# --- Pages, one after another ---
+
+
+class PageFlaw(Enum):
+    """What can be wrong with a page, or its header."""
+
+    NOT_AUTHENTIC = "the header does not authenticate"
+    MODULE_LENGTH = "the length field of the header does not fit"
+    HEADER = "the header is not the Thrift structure of a page header"
+    TYPE = "the type of the page is not that of its module"
+    CHUNK_SIZE = "the page goes on after its chunk"
+    TOO_MANY = "there are more pages than ordinals"
+
+
+class PageDefect(NamedTuple):
+    """Why the walk cannot go on: the rest of the chunk is lost.
+
+    Attributes:
+        flaw: What is wrong.
+        offset: Where the header begins.
+        page_ordinal: Of the page, as it should be; `NO_PAGE_ORDINAL` for a dictionary page.
+        error: The error for callers that end here.
+    """
+
+    flaw: PageFlaw
+    offset: int
+    page_ordinal: int
+    error: KeytoolsError
+
+
+def raise_defect(defect: PageDefect) -> None:
+    """End at the first defect."""
+    raise defect.error
+
+
+class _HeaderError(ParquetFormatError):
+    def __init__(self, message: str, flaw: PageFlaw = PageFlaw.HEADER) -> None:
+        super().__init__(message)
+        self.flaw = flaw
+
+
+class Page(NamedTuple):
+    """A page of a chunk.
+
+    Attributes:
+        ordinal: Its page ordinal; `NO_PAGE_ORDINAL` for a dictionary page.
+        facts: What its header says.
+        header_offset: Where the header begins.
+        offset: Where the page itself begins.
+        header: The module of the header; empty in a plaintext chunk.
+    """
+
+    ordinal: int
+    facts: PageHeaderFacts
+    header_offset: int
+    offset: int
+    header: memoryview | bytes
+
+
+_page = Page._make  # Twice as fast as calling the class.
+
+
+def walk_pages(
+    window: HeaderWindow,
+    start: int,
+    end: int,
+    reader: ChunkCipher | None,
+    *,
+    expects_dictionary_page: bool,
+    path: str,
+    on_defect: Callable[[PageDefect], None] = raise_defect,
+) -> Iterator[Page]:
+    """Yield the pages of a chunk, and end behind the last one or at the first defect.
+
+    Args:
+        window: Reads the chunk; its `end` is where the chunk may end at most.
+        start: Where the chunk begins.
+        end: Where its metadata says that it ends.
+        reader: Decrypts headers; None for a plaintext chunk.
+        expects_dictionary_page: Whether the metadata names a dictionary page. An encrypted header authenticates
+            with one of two AADs only; the other one is tried too, since old writers leave the offset out.
+        path: The file, for errors.
+        on_defect: Called with what is wrong; raises its error or returns.
+    """
+    offset, ordinal = start, 0
+    header: memoryview | bytes = b""
+    while offset < end:
+        candidate = NO_PAGE_ORDINAL if expects_dictionary_page and offset == start else ordinal
+        if reader is not None and ordinal >= MAX_COUNT:
+            on_defect(PageDefect(PageFlaw.TOO_MANY, offset, candidate, too_many_pages(path)))
+            return
+        try:
+            if reader is None:
+                facts = _plaintext_header(window, offset)
+                header_length = facts[3]
+            else:
+                facts, header = read_encrypted_header(
+                    window, offset, reader, ordinal, offset == start, expects_dictionary_page
+                )
+                header_length = len(header)
+        except (ParquetFormatError, DecryptionError) as error:
+            on_defect(_defect_of(error, offset, candidate, path))
+            return
+        page_offset = offset + header_length
+        page_end = page_offset + facts[1]
+        if page_end > window.end:
+            problem = f"the page at byte {offset} goes on after its chunk."
+            on_defect(PageDefect(PageFlaw.CHUNK_SIZE, offset, candidate, ParquetFormatError(problem, path=path)))
+            return
+        page_ordinal = ordinal
+        if facts[0] == _DICTIONARY_PAGE:
+            if offset != start:
+                problem = f"the dictionary page at byte {offset} is not the first page."
+                on_defect(PageDefect(PageFlaw.TYPE, offset, candidate, ParquetFormatError(problem, path=path)))
+                return
+            page_ordinal = NO_PAGE_ORDINAL
+        elif facts[0] != _INDEX_PAGE:
+            ordinal += 1
+        yield _page((page_ordinal, facts, offset, page_offset, header))
+        offset = page_end
+
+
+def _defect_of(error: KeytoolsError, offset: int, page_ordinal: int, path: str) -> PageDefect:
+    if isinstance(error, DecryptionError):
+        return PageDefect(PageFlaw.NOT_AUTHENTIC, offset, page_ordinal, error)
+    flaw = error.flaw if isinstance(error, _HeaderError) else PageFlaw.HEADER
+    named = ParquetFormatError(f"page header at byte {offset}: {error}", path=path)
+    return PageDefect(flaw, offset, page_ordinal, named)
+
+
+def too_many_pages(path: str) -> FormatLimitError:
+    """Return the error for a chunk with more pages than page ordinals."""
+    return FormatLimitError(f"{path}: a column chunk has more than {MAX_COUNT} pages.", hint=WRITE_LARGER_PAGES)
 
 
 def walk_chunk(
@@ -86,6 +248,7 @@ def walk_chunk(
     reader: ChunkCipher | None,
     writer: ChunkCipher | None,
     expects_dictionary_page: bool,
+    keeps_values: bool = False,
 ) -> ChunkPages:
     """Find the pages of a chunk and make their new headers.
 
@@ -96,8 +259,8 @@ def walk_chunk(
         limit: Where it may end at most; more than `end` for writers that forgot bytes.
         reader: Decrypts headers; None for a plaintext chunk.
         writer: Will encrypt them; None for plaintext output.
-        expects_dictionary_page: Whether the metadata names a dictionary page. An encrypted header authenticates
-            with one of two AADs only; the other one is tried too, since old writers leave the offset out.
+        expects_dictionary_page: As in `walk_pages`.
+        keeps_values: Whether to note how many values each page has, which page indexes are compared with.
 
     Raises:
         ParquetFormatError: There are no such pages.
@@ -110,40 +273,22 @@ def walk_chunk(
     is_copied = reader is None and writer is None
     header_framing = 0 if writer is None else GCM_FRAMING
     headers, add = bytearray(), pages.numbers.extend
-    offset = start
-    ordinal = position = output_length = 0
-    while offset < end:
-        if ordinal >= MAX_COUNT and not is_copied:
-            raise FormatLimitError(
-                f"{source.path}: a column chunk has more than {MAX_COUNT} pages.", hint=WRITE_LARGER_PAGES
-            )
-        try:
-            if reader is None:
-                facts = _plaintext_header(window, offset)
-                header_length = facts[3]
-            else:
-                facts, header_length = read_encrypted_header(
-                    window, offset, reader, ordinal, offset == start, expects_dictionary_page
-                )
-        except ParquetFormatError as error:
-            raise ParquetFormatError(f"page header at byte {offset}: {error}", path=source.path) from None
+    position = output_length = 0
+    page_end = start
+    for page_ordinal, facts, offset, page_offset, _ in walk_pages(
+        window, start, end, reader, expects_dictionary_page=expects_dictionary_page, path=source.path
+    ):
         page_type, page_length, crc, _, before, rest = facts
-        page_offset = offset + header_length
+        header_length = page_offset - offset
         page_end = page_offset + page_length
-        if page_end > limit:
-            raise ParquetFormatError(f"the page at byte {offset} goes on after its chunk.", path=source.path)
-        page_ordinal = ordinal
-        if page_type == _DICTIONARY_PAGE:
-            if offset != start:
-                raise ParquetFormatError(
-                    f"the dictionary page at byte {offset} is not the first page.", path=source.path
-                )
-            page_ordinal = NO_PAGE_ORDINAL
-        elif page_type != _INDEX_PAGE:
-            if ordinal == 0:
-                pages.first_data_page = position
-                pages.length_before_data = output_length + len(headers)
-            ordinal += 1
+        if page_ordinal >= MAX_COUNT and not is_copied:
+            raise too_many_pages(source.path)
+        is_data = page_type != _DICTIONARY_PAGE and page_type != _INDEX_PAGE
+        if is_data and pages.first_data_page is None:
+            pages.first_data_page = position
+            pages.length_before_data = output_length + len(headers)
+        if keeps_values:
+            pages.values.append(_values_of(facts) if is_data else NOT_DATA)
         position += 1
         new_length = page_length + added
         crc_place = NOTHING
@@ -170,20 +315,27 @@ def walk_chunk(
             (
                 header_length,
                 page_length,
-                page_ordinal if page_ordinal <= MAX_ORDINAL else MAX_ORDINAL,
+                page_ordinal,
                 NOTHING if crc is None else crc,
                 len(headers),
                 crc_place,
             )
         )
-        offset = page_end
     pages.count = position
     pages.headers = bytes(headers)
-    pages.source_end = offset
+    pages.source_end = page_end
     pages.output_length = output_length + len(headers)
     if pages.first_data_page is None:
         pages.length_before_data = pages.output_length
     return pages
+
+
+def _values_of(facts: PageHeaderFacts) -> int:
+    """Return how many values a page has; -1 where its header does not say it."""
+    try:
+        return read_page_contents(facts).num_values
+    except ParquetFormatError:
+        return NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +370,13 @@ def read_first_page(
         DecryptionError: The header does not authenticate.
     """
     window = HeaderWindow(source, start, end)
-    facts, length = read_encrypted_header(window, start, reader, 0, True, expects_dictionary_page)
-    offset = start + length
+    facts, module = read_encrypted_header(window, start, reader, 0, True, expects_dictionary_page)
+    offset = start + len(module)
     if offset + facts.page_length > end:
         raise ParquetFormatError(f"the page at byte {start} goes on after its chunk.", path=source.path)
     record, _ = PageHeader.read(with_sizes(facts, facts.page_length, facts.crc))
     beginning_length = min(_BEGINNING_LENGTH, facts.page_length)
-    position = window.cover(offset, beginning_length)
-    return FirstPage(record, offset, window.data[position : position + beginning_length])
+    return FirstPage(record, offset, window.view(offset, beginning_length))
 
 
 def _plaintext_header(window: HeaderWindow, offset: int) -> PageHeaderFacts:
@@ -247,7 +398,7 @@ def read_encrypted_header(
     ordinal: int,
     is_first: bool,
     expects_dictionary_page: bool,
-) -> tuple[PageHeaderFacts, int]:
+) -> tuple[PageHeaderFacts, memoryview]:
     """Read and decrypt the header of one page.
 
     Args:
@@ -256,10 +407,10 @@ def read_encrypted_header(
         reader: Decrypts it.
         ordinal: The page ordinal, if it is no dictionary page.
         is_first: Whether it is the first page of its chunk, which alone may be a dictionary page.
-        expects_dictionary_page: As in `walk_chunk`.
+        expects_dictionary_page: As in `walk_pages`.
 
     Returns:
-        What the header says, and the length of its module in bytes.
+        What the header says, and its module.
 
     Raises:
         ParquetFormatError: There is no such header.
@@ -267,18 +418,19 @@ def read_encrypted_header(
     """
     data, position = window.data, offset - window.offset
     if position < 0 or position + LENGTH_LENGTH > len(data):
+        if window.end - offset < LENGTH_LENGTH:
+            raise _HeaderError("it goes on after its chunk.", PageFlaw.CHUNK_SIZE)
         position = window.cover(offset, LENGTH_LENGTH)
         data = window.data
-        if len(data) - position < LENGTH_LENGTH:
-            raise ParquetFormatError("it goes on after its chunk.")
     length = _read_length(data, position)[0] + LENGTH_LENGTH
+    if length < GCM_FRAMING or offset + length > window.end:
+        flaw = PageFlaw.CHUNK_SIZE if window.end - offset < GCM_FRAMING else PageFlaw.MODULE_LENGTH
+        raise _HeaderError(f"a module of {length} bytes does not fit into its chunk.", flaw)
     if position + length > len(data):
         position = window.cover(offset, length)
         data = window.data
-    module_end = position + length
-    if module_end > len(data) or length < GCM_FRAMING:
-        raise ParquetFormatError(f"a module of {length} bytes does not fit into its chunk.")
-    nonce, sealed = data[position + 4 : position + 16], data[position + 16 : module_end]
+    module = data[position : position + length]
+    nonce, sealed = module[4:16], module[16:]
     candidate = likelier = NO_PAGE_ORDINAL if is_first and expects_dictionary_page else ordinal
     try:
         plaintext = reader.cipher.gcm.decrypt(nonce, sealed, reader.page_aads(candidate)[0])
@@ -292,10 +444,10 @@ def read_encrypted_header(
             raise reader.header_place(likelier).not_authentic() from None
     facts = read_page_header(plaintext, 0)
     if (facts[0] == _DICTIONARY_PAGE) != (candidate == NO_PAGE_ORDINAL):
-        raise ParquetFormatError("its page type is not that of its module.")
+        raise _HeaderError("its page type is not that of its module.", PageFlaw.TYPE)
     if facts[1] < reader.page_framing:
-        raise ParquetFormatError(f"an encrypted page of {facts.page_length} bytes is too short.")
-    return facts, length
+        raise _HeaderError(f"an encrypted page of {facts.page_length} bytes is too short.")
+    return facts, module
 
 
 def _plaintext_crc(

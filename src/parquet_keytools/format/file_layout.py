@@ -105,12 +105,14 @@ class LeafColumn:
         ordinal: Position among the leaves, which is that of its chunk in every row group.
         top_level_position: Position, among the children of the root, of the one it lies under.
         physical_type: As the schema has it.
+        is_flat: Whether it has one value, or null, for each row: neither it nor a group around it repeats.
     """
 
     path: tuple[str, ...]
     ordinal: int
     top_level_position: int
     physical_type: int
+    is_flat: bool = False
 
     @property
     def dotted_path(self) -> str:
@@ -188,6 +190,10 @@ def _refuse(year: str, reason: str) -> NoReturn:
     )
 
 
+_REPETITION_TYPE_ID, _REPEATED = 3, (WireType.I32, 2)
+"""Of `repetition_type` in SchemaElement."""
+
+
 def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
     """Return the leaves of a schema in the order of their chunks.
 
@@ -202,11 +208,13 @@ def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
     leaves: list[LeafColumn] = []
     names: list[str] = []
     waiting = [schema[0].num_children or 0]  # For each open group, how many children are still to come.
+    flat = [True]  # For each open group, whether neither it nor a group around it repeats.
     top_level_position = -1
     paths_length = 0
     for element in schema[1:]:
         while waiting and waiting[-1] == 0:
             waiting.pop()
+            flat.pop()
             del names[len(waiting) - 1 if waiting else 0 :]
         if not waiting or waiting[-1] < 0:
             raise ParquetFormatError("the schema has more elements than its groups have children.")
@@ -214,6 +222,7 @@ def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
         if len(waiting) == 1:
             top_level_position += 1
         children = element.num_children or 0
+        is_flat = flat[-1] and element.struct.entry(_REPETITION_TYPE_ID) != _REPEATED
         if children:
             if element.type is not None:
                 raise ParquetFormatError("an element of the schema is a group and a leaf at once.")
@@ -221,6 +230,7 @@ def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
                 raise ParquetFormatError(f"groups of the schema nest more than {MAX_SCHEMA_DEPTH} deep.")
             names.append(element.name)
             waiting.append(children)
+            flat.append(is_flat)
         elif (physical_type := element.type) is not None:
             path = (*names, element.name)
             paths_length += sum(map(len, path))
@@ -228,7 +238,7 @@ def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
                 raise ParquetFormatError(
                     f"the paths of the columns are longer than {MAX_PATHS_LENGTH} characters together."
                 )
-            leaves.append(LeafColumn(path, len(leaves), top_level_position, physical_type))
+            leaves.append(LeafColumn(path, len(leaves), top_level_position, physical_type, is_flat))
     if any(waiting):
         raise ParquetFormatError("a group of the schema has more children than elements follow.")
     return tuple(leaves)

@@ -148,6 +148,96 @@ def with_sizes(facts: PageHeaderFacts, page_length: int, crc: int | None = None)
     return facts.before + size + field + facts.rest
 
 
+class PageContents(NamedTuple):
+    """What a page header says of the content of its page.
+
+    Attributes:
+        uncompressed_length: Of the page in bytes, without framing.
+        num_values: How many values it has, with nulls; 0 for an index page.
+        levels_length: Of the levels of a V2 page in bytes; 0 for others.
+        is_compressed: Whether what follows the levels is compressed, if the chunk has a codec.
+    """
+
+    uncompressed_length: int
+    num_values: int
+    levels_length: int
+    is_compressed: bool
+
+
+_contents = PageContents._make
+
+_INNER_IDS = {
+    PageHeader.DATA_PAGE: PageHeader.data_page_header.field_id,
+    PageHeader.INDEX_PAGE: 6,
+    PageHeader.DICTIONARY_PAGE: PageHeader.dictionary_page_header.field_id,
+    PageHeader.DATA_PAGE_V2: PageHeader.data_page_header_v2.field_id,
+}
+"""Page type -> the field with the header of its own."""
+
+_REQUIRED_COUNT = {PageHeader.DATA_PAGE: 4, PageHeader.DICTIONARY_PAGE: 2, PageHeader.DATA_PAGE_V2: 6}
+"""Page type -> how many fields of that header are required: the first ones, all I32."""
+
+_IS_NOT_COMPRESSED = 0x12
+"""Header of field 7 of DataPageHeaderV2 after field 6, if it is false; a missing one stands for true."""
+
+
+def read_page_contents(facts: PageHeaderFacts) -> PageContents:
+    """Return what a header says of the content of its page.
+
+    Raises:
+        ParquetFormatError: A required field is missing, or a count or a length is negative.
+    """
+    page_type, _, crc, _, before, rest = facts
+    if page_type == PageHeader.INDEX_PAGE:
+        return _any_contents(facts)
+    # As `_usual_header`: a wide file has thousands of small chunks.
+    if before[0] == _I32_FOLLOWS and before[1] == page_type << 1 and before[2] == _I32_FOLLOWS:
+        uncompressed_length, _ = read_integer(before, 3, 32)
+        delta = _INNER_IDS[page_type] - (3 if crc is None else 4)
+        numbers: list[int] = []
+        at = 1
+        if rest[0] == delta << 4 | WireType.STRUCT:
+            while rest[at] == _I32_FOLLOWS:
+                number = rest[at + 1]
+                if number > 0x7F:
+                    number, at = read_integer(rest, at + 1, 32)
+                else:
+                    number = (number >> 1) ^ -(number & 1)
+                    at += 2
+                numbers.append(number)
+        if len(numbers) == _REQUIRED_COUNT[page_type] and min(uncompressed_length, *numbers) >= 0:
+            if page_type == PageHeader.DATA_PAGE_V2:
+                is_compressed = rest[at] != _IS_NOT_COMPRESSED
+                return _contents((uncompressed_length, numbers[0], numbers[4] + numbers[5], is_compressed))
+            return _contents((uncompressed_length, numbers[0], 0, True))
+    return _any_contents(facts)
+
+
+def _any_contents(facts: PageHeaderFacts) -> PageContents:
+    header, _ = PageHeader.read(with_sizes(facts, facts.page_length, facts.crc))
+    page_type, uncompressed_length = facts.page_type, header.uncompressed_page_size
+    if uncompressed_length < 0:
+        raise ParquetFormatError(f"a page has a length of {uncompressed_length} bytes without compression.")
+    if page_type == PageHeader.INDEX_PAGE:
+        return PageContents(uncompressed_length, 0, 0, True)
+    inner = header.struct.entry(_INNER_IDS[page_type], (WireType.STRUCT,))
+    if inner is None or inner[0] is not WireType.STRUCT:
+        raise ParquetFormatError(f"there is no header of a page of type {page_type}.")
+    fields: Struct = inner[1]
+    required = range(1, _REQUIRED_COUNT[page_type] + 1)
+    numbers = fields.numbers([(field_id, WireType.I32) for field_id in required])
+    for field_id, number in zip(required, numbers, strict=True):
+        if number is None:
+            raise ParquetFormatError(f"the header of a page of type {page_type} lacks its field {field_id}.")
+        if number < 0:
+            raise ParquetFormatError(f"field {field_id} of the header of a page of type {page_type} is negative.")
+    num_values, *_ = found = [number or 0 for number in numbers]
+    if page_type != PageHeader.DATA_PAGE_V2:
+        return PageContents(uncompressed_length, num_values, 0, True)
+    is_compressed = fields.types().get(7) is not WireType.FALSE
+    return PageContents(uncompressed_length, num_values, found[4] + found[5], is_compressed)
+
+
 _PADDING_ID = 100
 _PADDING_HEADER = b"\x08\xc8\x01"
 """Field header of a binary field with the id 100, which no Parquet reader knows: all pass over it."""

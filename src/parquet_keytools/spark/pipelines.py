@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -23,7 +23,7 @@ from parquet_keytools.conformance import verification
 from parquet_keytools.conformance.data_set import Member
 from parquet_keytools.conformance.file_keys import use_fingerprint_key
 from parquet_keytools.conformance.file_verifier import FileFacts
-from parquet_keytools.conformance.nonce_ledger import Invocations, NonceLedger, SharedNonces
+from parquet_keytools.conformance.nonces import FileNonces, Invocations, NoncePart, SharedNonces
 from parquet_keytools.conformance.report import FileReport, RuleResult, Verdict, verdict_of
 from parquet_keytools.errors import (
     ConfigurationError,
@@ -887,7 +887,6 @@ def _of_uses(file: FileKeyUses, size_bytes: int) -> Outcome:
 # --- verify ---
 
 _Fingerprints = dict[bytes, Invocations]
-_Nonces = dict[bytes, list[tuple[bytes, bytes]]]
 
 
 @dataclass(frozen=True)
@@ -985,68 +984,46 @@ class _Verification:
     aad_prefix: str | bytes | None
     fingerprint_key: bytes
 
-    def of(self, worker: Worker, location: FileLocation) -> tuple[FileReport, FileFacts]:
+    def of(
+        self, worker: Worker, location: FileLocation, nonce_part: NoncePart | None = None
+    ) -> tuple[FileReport, FileFacts]:
         use_fingerprint_key(self.fingerprint_key)
         # One for each file: the answers of all would pile up. KEKs stay in the cache of the service.
-        return verification.MemberVerifier(worker.keys, self.table_name, self.aad_prefix)(location, threads=1)
+        verifier = verification.MemberVerifier(worker.keys, self.table_name, self.aad_prefix)
+        return verifier(location, threads=1, nonce_part=nonce_part)
 
 
 def _verify(worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification) -> Outcome:
     """Verify a file; the outcome has what the rules about the data set need, without nonces."""
     report, facts = how.of(worker, location)
-    fingerprints: _Fingerprints = {}
-    if (ledger := facts.nonces) is not None:
-        fingerprints = {key: ledger.invocations(key) for key in ledger.fingerprints}
+    fingerprints: _Fingerprints = {} if facts.nonces is None else facts.nonces.invocations
     rules = list(_rule_rows(report.path, report.rules))
     found = _Found(file.name, report.verdict, replace(facts, nonces=None), fingerprints, rules)
     return replace(_of_verdict(report, file.size_bytes), other=found)
 
 
 def _read_nonces(
-    worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification, shared: frozenset[bytes]
+    worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification, part: NoncePart
 ) -> Outcome:
-    """Read the nonces of a file that shares DEKs with others."""
-    report, facts = how.of(worker, location)
-    nonces: _Nonces = {}
-    if (ledger := facts.nonces) is not None:
-        nonces = {key: list(ledger.nonces(key)) for key in shared.intersection(ledger.fingerprints)}
-    return replace(_of_verdict(report, file.size_bytes), other=nonces)
+    """Read nonces of a file that shares DEKs with others."""
+    report, facts = how.of(worker, location, part)
+    return replace(_of_verdict(report, file.size_bytes), other=facts.nonces)
 
 
 def _shared_nonces(job: Job, how: _Verification, found: list[_Found], files: list[NamedFile]) -> SharedNonces:
-    """Return the nonces of files that share a DEK; as a rule there are none, and no second pass is needed."""
-    users = Counter(fingerprint for file in found for fingerprint in file.fingerprints)
-    shared = frozenset(fingerprint for fingerprint, number in users.items() if number > 1)
-    names = {file.name for file in found if not shared.isdisjoint(file.fingerprints)}
-    again = [file for file in files if file.name in names]
-    read = partial(_read_nonces, how=how, shared=shared)
-    nonces: dict[str, _Nonces] = {
-        file.name: outcome.other or {}
-        for file, outcome in job.map_files("compare nonces of files that share a DEK", read, again)
-    }
-    collected = SharedNonces()
+    """Compare the nonces of files that share a DEK; as a rule there are none, and no file is read again."""
+
+    def read_again(names: Collection[str], part: NoncePart) -> Iterator[tuple[str, FileNonces | None]]:
+        wanted = set(names)
+        again = [file for file in files if file.name in wanted]
+        read = partial(_read_nonces, how=how, part=part)
+        for file, outcome in job.map_files("compare nonces of files that share a DEK", read, again):
+            yield file.name, outcome.other
+
+    shared = SharedNonces(read_again)
     for file in found:
-        ledger = _CarriedLedger(file.fingerprints, nonces.get(file.name, {}))
-        collected.add_file(file.name, cast(NonceLedger, ledger))
-    return collected
-
-
-class _CarriedLedger:
-    """What `SharedNonces` asks of a ledger, as it came from a task."""
-
-    def __init__(self, fingerprints: _Fingerprints, nonces: _Nonces) -> None:
-        self._invocations = fingerprints
-        self._nonces = nonces
-
-    @property
-    def fingerprints(self) -> tuple[bytes, ...]:
-        return tuple(self._invocations)
-
-    def invocations(self, fingerprint: bytes) -> Invocations:
-        return self._invocations[fingerprint]
-
-    def nonces(self, fingerprint: bytes) -> Iterator[tuple[bytes, bytes]]:
-        return iter(self._nonces.get(fingerprint, ()))
+        shared.add_file(file.name, file.fingerprints, None)
+    return shared
 
 
 def _of_verdict(report: FileReport, size_bytes: int) -> Outcome:

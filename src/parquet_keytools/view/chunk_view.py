@@ -255,9 +255,10 @@ class ChunkView:
             if ordinal >= MAX_COUNT:
                 raise ParquetFormatError(f"its chunk has more than {MAX_COUNT} pages.")
             expects_dictionary_page = self._expects_dictionary_page or ordinal == NO_PAGE_ORDINAL
-            facts, length = read_encrypted_header(
+            facts, module = read_encrypted_header(
                 window, start, self._reader, max(ordinal, 0), is_first, expects_dictionary_page
             )
+            length = len(module)
             if start + length + facts.page_length > self._limit:
                 raise ParquetFormatError("the page goes on after its chunk.")
             if facts.page_type == PageHeader.DICTIONARY_PAGE:

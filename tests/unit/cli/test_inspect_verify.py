@@ -12,8 +12,7 @@ from vector_kit.vector import SealedFile, as_metadata, data_key, key_material, r
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli.conformance_report import render_inspection
-from parquet_keytools.conformance.inspection import Inspection
-from parquet_keytools.conformance.inspector import inspect_source, open_local
+from parquet_keytools.conformance.inspection import Inspection, inspect_source, open_local
 
 PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
 

@@ -36,9 +36,9 @@ from vector_kit.write_kit import data_keys
 
 from parquet_keytools import Keytools
 from parquet_keytools.conformance import chunk_verifier
-from parquet_keytools.conformance.expectations import Expectation
+from parquet_keytools.conformance.file_keys import Expectation
 from parquet_keytools.conformance.file_verifier import verify_source
-from parquet_keytools.conformance.inspector import inspect_source
+from parquet_keytools.conformance.inspection import inspect_source
 from parquet_keytools.conformance.report import FileReport, Loss, Outcome, Verdict
 from parquet_keytools.conformance.verification import finder_of
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parquet_keytools.conformance.findings import FILE_SCOPES, RuleBook
+from parquet_keytools.conformance.report import FILE_SCOPES, RuleBook
 from parquet_keytools.runtime.presentation import printable
 
 

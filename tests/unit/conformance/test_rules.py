@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parquet_keytools.conformance.findings import FILE_SCOPES, RULES, RULES_BY_ID, Scope
+from parquet_keytools.conformance.report import FILE_SCOPES, RULES, RULES_BY_ID, Scope
 
 DOCS = Path(__file__).parents[3] / "docs"
 SOURCES = Path(__file__).parents[3] / "src" / "parquet_keytools" / "conformance"
@@ -32,13 +32,3 @@ def test_each_row_of_the_table_is_a_rule() -> None:
 def test_the_page_is_a_copy_of_the_table() -> None:
     text = (DOCS / "rules.md").read_text(encoding="utf-8")
     assert text == TABLE.read_text(encoding="utf-8"), "run: cp src/parquet_keytools/conformance/rules.md docs/"
-
-
-def test_nothing_but_the_table_goes_through_files_for_the_verifier() -> None:
-    """The verifier shares formats and ciphers with the module encryptor, and none of its walks."""
-    walks = ("page_walk", "chunk_rewrite", "chunk_pages", "page_cipher", "file_rewriter", "file_decryptor")
-    for source in SOURCES.glob("*.py"):
-        if source.name == "salvage.py":
-            continue  # It decrypts what the verifier found whole.
-        text = source.read_text(encoding="utf-8")
-        assert not [walk for walk in walks if f"encryption.{walk}" in text], source.name

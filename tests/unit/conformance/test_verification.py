@@ -19,8 +19,7 @@ from pyarrow_versions import WRITES_BLOOM_FILTERS, bloom_filters
 from vector_kit.vector import FOOTER_KEY, SealedFile, recipe
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance.findings import RULES
-from parquet_keytools.conformance.report import Damage, DataSetReport, FileReport, Loss, Outcome, Verdict
+from parquet_keytools.conformance.report import RULES, Damage, DataSetReport, FileReport, Loss, Outcome, Verdict
 from parquet_keytools.conformance.verification import MemberVerifier, verify_file, verify_folder
 from parquet_keytools.encryption.aad import ModuleType
 from parquet_keytools.errors import (
@@ -798,7 +797,7 @@ class CountingFile:
 
 
 def test_inspection_without_keys_reads_the_footer_only(make) -> None:
-    from parquet_keytools.conformance.inspector import inspect_source
+    from parquet_keytools.conformance.inspection import inspect_source
 
     big = pa.concat_tables([TABLE.append_column("noise", pa.array([f"{n:x>4000}" for n in range(ROWS)]))] * 20)
     source = CountingFile(make(table=big, plaintext_footer=True))

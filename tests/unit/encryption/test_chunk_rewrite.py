@@ -103,15 +103,15 @@ def test_everything_lies_where_it_lay(
 @pytest.mark.parametrize(
     ("offset_index", "column_index", "order"),
     [
-        (10, 40, [RegionKind.COLUMN_INDEX, RegionKind.PAGES, RegionKind.OFFSET_INDEX]),
-        (200, 40, [RegionKind.COLUMN_INDEX, RegionKind.PAGES, RegionKind.OFFSET_INDEX]),
+        (10, 40, [RegionKind.PAGES, RegionKind.OFFSET_INDEX, RegionKind.COLUMN_INDEX]),
+        (200, 40, [RegionKind.PAGES, RegionKind.OFFSET_INDEX, RegionKind.COLUMN_INDEX]),
         (200, 300, [RegionKind.PAGES, RegionKind.OFFSET_INDEX, RegionKind.COLUMN_INDEX]),
     ],
 )
-def test_an_offset_index_is_laid_out_after_its_pages(
+def test_page_indexes_are_laid_out_after_their_pages(
     offset_index: int, column_index: int, order: list[RegionKind]
 ) -> None:
-    """It says where they are in the output; all else is read in the order of the source."""
+    """They are compared with the pages; all else is read in the order of the source."""
     stream = io.BytesIO()
     pq.write_table(pa.table({"a": [1]}), stream, use_dictionary=False)
     (row_group,) = footer_of(stream.getvalue()).row_groups
@@ -284,19 +284,51 @@ def test_every_module_is_counted(indexed: bytes) -> None:
         encrypted(indexed, FileEncryption(keys.new(b"kf"), b"kf", invocation_limit=modules - 1))
 
 
-def test_an_index_that_names_no_page_is_refused(indexed: bytes) -> None:
-    footer = footer_of(indexed)
-    offset = footer.row_groups[0].columns[0].offset_index_offset
-    assert offset is not None
-    index, length = OffsetIndex.read(indexed[offset:])
+def _changed_offset(index: OffsetIndex) -> bytes:
     index.page_locations[1].offset += 1
-    assert len(index.serialise()) == length
-    source = indexed[:offset] + index.serialise() + indexed[offset + length :]
-    with pytest.raises(
-        ParquetFormatError, match=f"offset index at byte {offset}: .* no page begins there"
-    ) as caught:
-        encrypted(source, FileEncryption(NamedKeys().new(b"kf")))
-    assert caught.value.path == "memory.parquet"
+    return index.serialise()
+
+
+def _changed_length(index: OffsetIndex) -> bytes:
+    index.page_locations[1].compressed_page_size += 1
+    return index.serialise()
+
+
+def _changed_rows(index: OffsetIndex) -> bytes:
+    index.page_locations[1].first_row_index += 1
+    return index.serialise()
+
+
+@pytest.mark.parametrize("change", [_changed_offset, _changed_length, _changed_rows, lambda _: None])
+def test_a_page_index_that_is_wrong_is_dropped_with_a_warning(indexed: bytes, change: Any) -> None:
+    """`verify` would find a copy of it to be wrong; values can be read without it."""
+    chunk = footer_of(indexed).row_groups[0].columns[0]
+    is_column_index = change(OffsetIndex.read(indexed[chunk.offset_index_offset or 0 :])[0]) is None
+    offset = chunk.column_index_offset if is_column_index else chunk.offset_index_offset
+    assert offset is not None
+    data = indexed[offset:]
+    if is_column_index:
+        # The number of elements of its first list.
+        new, length = bytes([data[0], data[1] ^ 0x10]), 2
+    else:
+        index, length = OffsetIndex.read(data)
+        new = change(index)
+        assert len(new) == length
+    source = indexed[:offset] + new + indexed[offset + length :]
+    keys = NamedKeys()
+    title = "column index" if is_column_index else "offset index"
+    with pytest.warns(
+        UserWarning, match=f"memory.parquet: page indexes .* left out .* the {title} at byte {offset}: "
+    ):
+        stored = encrypted(source, FileEncryption(keys.new(b"kf"), b"kf"))
+    left = [
+        (chunk.column_index_offset is None, chunk.offset_index_offset is None)
+        for row_group in read_footer(MemorySource(stored), keys).metadata.row_groups
+        for chunk in row_group.columns
+    ]
+    assert left[0] == (is_column_index, not is_column_index)
+    assert set(left[1:]) == {(False, False)}
+    assert pq.read_table(io.BytesIO(decrypted(stored, keys))).equals(pq.read_table(io.BytesIO(indexed)))
 
 
 @pytest.mark.parametrize("kind", [RegionKind.COLUMN_INDEX, RegionKind.BLOOM_FILTER])

@@ -14,7 +14,7 @@ from memory_files import MemorySource, NamedKeys, decrypted, encrypted
 from pyarrow_versions import bloom_filters
 
 from parquet_keytools.conformance.file_verifier import verify_source
-from parquet_keytools.conformance.inspector import inspect_source
+from parquet_keytools.conformance.inspection import inspect_source
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.errors import ParquetFormatError
