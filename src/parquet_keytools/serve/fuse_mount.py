@@ -60,7 +60,7 @@ class MountedTree:
         """Return the status of a file or folder as a local file system reports it.
 
         Programs that copy or archive files rely on it. GNU tar takes missing blocks for holes and archives zeros.
-        Everything has one link, folders as on btrfs: two links would mean that a folder has no subfolders.
+        A folder has one link, as on btrfs: two links would mean that it has no subfolders.
         """
         key = path.strip("/")
         with _as_errno(path):
@@ -72,7 +72,10 @@ class MountedTree:
                 if not self._tree.is_folder(key):
                     raise
                 return self._attributes(key, stat.S_IFDIR | 0o500, local.st_size if local else 0, None, local)
-            return self._attributes(key, stat.S_IFREG | 0o400, file.size_bytes, file.modified, local)
+            # Under another name the same file may be readable, so an unreadable name counts as a file of its own.
+            names = local.st_nlink if local and file.version else 1
+            found = self._attributes(key, stat.S_IFREG | 0o400, file.size_bytes, file.modified, local)
+            return {**found, "st_nlink": names, "st_ino": _inode(key, local if names > 1 else None)}
 
     def _attributes(
         self, key: str, mode: int, size: int, modified: float | None, local: os.stat_result | None
@@ -108,10 +111,20 @@ class MountedTree:
             above = {"st_mode": stat.S_IFDIR, "st_ino": _inode(folder.rpartition("/")[0])}
             found = [(".", here, 0), ("..", above, 0)]
             for entry in self._tree.entries(folder):
-                mode = stat.S_IFDIR if entry.is_folder else stat.S_IFREG
-                attributes = {"st_mode": mode, "st_ino": _inode(entry.key)}
+                mode, local = stat.S_IFDIR, None
+                if not entry.is_folder:
+                    mode, local = stat.S_IFREG, self._linked(entry.key)
+                attributes = {"st_mode": mode, "st_ino": _inode(entry.key, local)}
                 found.append((entry.key.rpartition("/")[2], attributes, 0))
         return iter(found)
+
+    def _linked(self, key: str) -> os.stat_result | None:
+        """Return the local status of a file with several hard links, otherwise None."""
+        try:
+            local = self._tree.local_status(key)
+        except OSError:
+            return None
+        return local if local and local.st_nlink > 1 else None
 
     def open(self, path: str, handle: Any) -> int:
         """Open the current version of a file; later reads through the handle see this version only.
@@ -150,9 +163,10 @@ class MountedTree:
         return 0
 
 
-def _inode(key: str) -> int:
-    """Return a stable inode number for a key."""
-    return int.from_bytes(hashlib.blake2b(os.fsencode(key), digest_size=8).digest()) >> 1 or 1
+def _inode(key: str, local: os.stat_result | None = None) -> int:
+    """Return a stable inode number for a key, or for a local file under all its names."""
+    identity = key if local is None else f"{local.st_dev}//{local.st_ino}"  # Keys never contain `//`.
+    return int.from_bytes(hashlib.blake2b(os.fsencode(identity), digest_size=8).digest()) >> 1 or 1
 
 
 @dataclass(frozen=True)
