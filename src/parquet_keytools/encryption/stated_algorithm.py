@@ -145,7 +145,7 @@ def check_stated_algorithm(
             proven_bytes += known_bytes
             if proven_bytes >= _ENOUGH_BYTES:
                 return
-            continue
+        # A byte or two may be right by chance.
         if trials < _MOST_TRIALS:
             trials += 1
             if page.is_gcm(source):
