@@ -500,7 +500,7 @@ def test_key_material_of_a_column_for_the_footer(path: Path) -> None:
     exchange(path, lambda materials: materials.update(footerKey=materials["columnKey0"]))
     with pytest.raises(TableMismatchError, match="the footer is under the master key 'ka'"):
         tools.read_table(path)
-    tools = keytools(key_material="external", also_trusted=["ka"])
+    tools = keytools(key_material="external", also_trusted=["ka", "kb"])
     with pytest.raises(KeyMaterialError, match="isFooterKey"):
         tools.read_table(path)
     instance = {"isFooterKey": True, "kmsInstanceID": "DEFAULT", "kmsInstanceURL": "DEFAULT"}
@@ -561,6 +561,8 @@ def test_a_url_in_key_material_is_not_called(path: Path) -> None:
     evil = {"kmsInstanceURL": "https://evil.example", "kmsInstanceID": "evil"}
     exchange(path, lambda materials: materials["footerKey"].update(evil))
     assert tools.read_table(path).equals(TABLE)
+    if DECRYPTS_IN_THREADS:
+        assert pq.read_table(path, decryption_properties=tools.decryption_properties(path)).equals(TABLE)
 
 
 def test_without_a_kms_in_the_configuration(path: Path) -> None:

@@ -6,6 +6,7 @@ properties are made.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -14,8 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
+from pyarrow import fs as pafs
 
 from parquet_keytools import audit
+from parquet_keytools.arrow.file_systems import DelegatingHandler
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ChosenKey, ColumnPath
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
@@ -26,6 +29,7 @@ from parquet_keytools.format.file_layout import leaf_columns, read_footer_bytes
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
+from parquet_keytools.keys.material_store import serialise_key_materials
 from parquet_keytools.kms.client import KmsClient, WrapRequest
 from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
@@ -274,10 +278,10 @@ def _decryption_limits(opened: OpenedFile) -> list[str]:
         limits.append("it has no data keys for single columns")
     if opened.footer.envelope.supply_aad_prefix and not uses_data_keys:
         limits.append("it has no AAD prefix together with KMS keys")
-    if opened.retriever.key_materials is not None:
-        limits.append("it would read external key material that may have changed since the keys were unwrapped")
     if not limits and uses_data_keys and not hasattr(pe, "create_decryption_properties"):
         limits.append(f"version {pa.__version__} has no data keys that the caller manages")
+    if not limits and opened.retriever.key_materials is not None and not _takes_file_path():
+        limits.append(f"version {pa.__version__} does not read external key material")
     return limits
 
 
@@ -288,9 +292,38 @@ def _decryption_properties(opened: OpenedFile) -> pq.FileDecryptionProperties:
         return pe.create_decryption_properties(
             dek.reveal(), aad_prefix=opened.footer.aad_prefix if envelope.supply_aad_prefix else None
         )
+    place: tuple[Any, ...] = ()
+    if opened.retriever.key_materials is not None:
+        material = serialise_key_materials(opened.retriever.key_materials)
+        place = opened.location.name, pafs.PyFileSystem(_KnownMaterial(material))
     kms = _AnsweringKms(opened.kms_keys.answers)
     # Without an instance, pyarrow takes it from the file, which may lack it.
     connection = pe.KmsConnectionConfig(kms_instance_id="DEFAULT", kms_instance_url="DEFAULT")
     return pe.CryptoFactory(lambda _: kms).file_decryption_properties(
-        connection, pe.DecryptionConfiguration(cache_lifetime=_FOREVER)
+        connection, pe.DecryptionConfiguration(cache_lifetime=_FOREVER), *place
     )
+
+
+def _takes_file_path() -> bool:
+    """Return whether pyarrow takes the path that external key material lies beside: it does from version 23 on."""
+    return "parquet_file_path" in inspect.signature(pe.CryptoFactory.file_decryption_properties).parameters
+
+
+class _KnownMaterial(DelegatingHandler):
+    """Gives pyarrow the key material from which the keys were unwrapped, whatever lies beside the file by now."""
+
+    def __init__(self, material: bytes) -> None:
+        super().__init__(pafs.LocalFileSystem())
+        self._material = material
+
+    def normalize_path(self, path: str) -> str:
+        """Return the path as it is: a local file system refuses names with a colon that may be URIs."""
+        return path
+
+    def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
+        """Return the info of the key material, which is the only file."""
+        return [pafs.FileInfo(path, pafs.FileType.File, size=len(self._material)) for path in paths]
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        """Open the key material."""
+        return pa.BufferReader(self._material)

@@ -347,7 +347,8 @@ class _DataSetFiles:
         self._wanted = wanted
         self.paths = [file.path for file in _dataset_files(folder)] if paths is None else list(paths)
         self._known: dict[tuple[str, str], SecretBytes] = {}
-        self._identities = FileIdentities(refuses=True)
+        # A single file is compared with all files that were opened before, which only warns.
+        self._identities = FileIdentities(refuses=True) if paths is None else None
         self._reads_folder_names = True
         self._partition_names: frozenset[str] = frozenset()
         self._checked: set[frozenset[ColumnPath]] = set()

@@ -31,6 +31,10 @@ class Summarised(ABC):
         facts = ", ".join(f"{name}={value!r}" for name, value in self.summary().items())
         return f"<{type(self).__name__} {facts}>"
 
+    def __dir__(self) -> list[str]:
+        # Consoles offer these names; half of all names are not for callers.
+        return [name for name in super().__dir__() if name.startswith("__") or not name.startswith("_")]
+
     def _repr_html_(self) -> str:
         rows = "".join(
             f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"

@@ -282,7 +282,7 @@ def test_a_dead_process_ends_the_run(tools: Keytools, folder: Path) -> None:
         report = tools.rekey_in_place(folder)
     thread.join()
     assert (
-        isinstance(report.stopped_by, WorkerProcessEndedError) and "same command again" in report.stopped_by.hint
+        isinstance(report.stopped_by, WorkerProcessEndedError) and "Repeat the command" in report.stopped_by.hint
     )
     assert all(file.outcome is RotationOutcome.REKEYED for file in report.files)
     assert len(report.files) < FILES
