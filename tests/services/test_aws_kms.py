@@ -516,6 +516,10 @@ def test_the_log_of_others_stays_as_it_is(fake: FakeKms, url: str, debug_log: De
     client = moto_client(url)
     client.encrypt(KeyId=key.arn, Plaintext=b"not ours")
     assert "Making request for OperationModel(name=Encrypt)" in debug_log.stream.getvalue()
+    with AwsKms(AwsSettings(), client=client) as kms:
+        debug_log.stream.truncate(0)
+        unwrap_one(kms, wrap_one(kms, CANARY, key.arn), key.arn)
+        assert_nothing_leaked(debug_log.stream.getvalue())
 
 
 # --- redirects and TLS ---
@@ -957,6 +961,36 @@ def test_a_session_of_the_caller(fake: FakeKms, url: str) -> None:
     assert "AKIASESSION" in fake.authorizations[0]
 
 
+def test_a_client_of_the_caller(fake: FakeKms, url: str) -> None:
+    client, key = moto_client(url), fake.add_key()
+    with AwsKms(client=client) as kms:
+        assert unwrap_one(kms, wrap_one(kms, CANARY, key.arn), key.arn) == CANARY
+        assert kms._principal() == "a client of the caller"
+    client.describe_key(KeyId=key.arn)
+    with pytest.raises(ValueError, match="either"):
+        AwsKms(client=client, session=boto3.Session())
+    role = {"role_arn": f"arn:aws:iam::{ACCOUNT}:role/r"}
+    with pytest.raises(ValueError, match="cannot assume a role"):
+        AwsKms(settings(url, assume_role=role), client=client)
+
+
+def test_the_credentials_of_a_client_of_the_caller_are_not_requested_again(fake: FakeKms, url: str) -> None:
+    key, client = fake.add_key(), moto_client(url)
+    with AwsKms(client=client) as kms:
+        wrap_one(kms, CANARY, key.arn)
+        sent = len(fake.authorizations)
+        fake.always = refuse("ExpiredTokenException")
+        with pytest.raises(KmsConfigurationError, match="expired"):
+            wrap_one(kms, CANARY, key.arn)
+    assert len(fake.authorizations) == sent + 1
+
+
+def test_a_client_of_the_caller_needs_tls() -> None:
+    client = moto_client("http://kms.example.com")
+    with AwsKms(client=client) as kms, pytest.raises(KmsConfigurationError, match="without TLS"):
+        wrap_one(kms, CANARY, "alias/one")
+
+
 def test_200_unwraps_over_16_threads(fake: FakeKms, url: str) -> None:
     """As many calls at once as the settings say, over as many connections, and no more."""
     key = fake.add_key()
@@ -977,9 +1011,11 @@ def _unwrap_in_child(kms: AwsKms, wrapped_key: str, master_key_id: str, results:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_children_have_their_own_connection(fake: FakeKms, url: str) -> None:
+@pytest.mark.parametrize("given", ["settings", "client"])
+def test_forked_children_have_their_own_connection(fake: FakeKms, url: str, given: str) -> None:
     key = fake.add_key()
-    with AwsKms(settings(url)) as kms:
+    kms = AwsKms(client=moto_client(url)) if given == "client" else AwsKms(settings(url))
+    with kms:
         wrapped_key = wrap_one(kms, CANARY, key.arn)
         fork = multiprocessing.get_context("fork")
         results = fork.Queue()

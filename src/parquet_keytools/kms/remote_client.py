@@ -244,8 +244,12 @@ class RemoteOperation:
         with telemetry.Span("kms.call", about | key) as span:
             while True:
                 with self._turn() as refusal:
-                    outcome = self._attempt(master_key_id, send) if refusal is None else refusal
-                tries += refusal is None
+                    if refusal is None:
+                        outcome = self._attempt(master_key_id, send)
+                        tries += 1
+                    elif tries == 0:
+                        outcome = refusal
+                    # Otherwise, the last failure says more than that there was no time for another attempt.
                 if not isinstance(outcome, KmsError):
                     break
                 pause = self._pause(outcome, tries) if refusal is None else math.inf

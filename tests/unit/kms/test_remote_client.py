@@ -35,6 +35,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
+from parquet_keytools.kms.remote_client import Time
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY = SecretBytes.random(128)
@@ -226,6 +227,21 @@ def test_no_turn_in_time(clock: VirtualTime) -> None:
         wrap_one(kms, KEY, "k")
     clock.advance(10)
     wrap_one(kms, KEY, "k")
+
+
+@pytest.mark.parametrize("kind", [KmsUnavailableError, KmsThrottledError, KmsResponseInvalidError])
+@pytest.mark.parametrize("limits", [{"max_calls_per_second": 0.1, "timeout_seconds": 3}, {"timeout_seconds": 0.3}])
+def test_a_deadline_that_ends_between_two_attempts_keeps_the_last_failure(
+    clock: VirtualTime, limits: dict[str, Any], kind: type[KmsError]
+) -> None:
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds + 0.3)  # the machine is busy
+
+    script = Script(*[kind("the last failure", backend="b", operation="wrap")] * 9)
+    kms = FakeRemoteKms(script, Time(clock, sleep, lambda _, longest: longest), **limits)
+    with pytest.raises(kind, match="the last failure") as caught:
+        wrap_one(kms, KEY, "k")
+    assert caught.value.tries == len(script.tries) == 1
 
 
 @pytest.mark.parametrize(("rate", "kind"), [(None, KmsUnavailableError), (1000, KmsThrottledError)])

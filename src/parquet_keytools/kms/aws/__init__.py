@@ -57,6 +57,8 @@ class AwsKms(RemoteKmsClient):
     Args:
         settings: Endpoint, credentials and limits; all have defaults.
         session: A boto3 session to use in place of a session made from the settings.
+        client: A boto3 client for KMS, in place of the endpoint, the region and the credentials in the settings.
+            Disable its retries. `close` leaves it open.
         time_source: For tests.
     """
 
@@ -71,12 +73,17 @@ class AwsKms(RemoteKmsClient):
         *,
         folder: Path | None = None,
         session: Any = None,
+        client: Any = None,
         time_source: Time | None = None,
     ) -> None:
         self._settings = settings or AwsSettings()
         super().__init__(self._settings, time_source)
-        self._has_session = session is not None
-        self._connection = AwsConnection(self._settings, folder or Path(), session)
+        if session is not None and client is not None:
+            raise ValueError("give either a session or a client")
+        if client is not None and self._settings.assume_role is not None:
+            raise ValueError("a client of the caller cannot assume a role; give a session")
+        self._given = "client" if client is not None else "session" if session is not None else ""
+        self._connection = AwsConnection(self._settings, folder or Path(), session, client)
         self._aliases: dict[str, KmsArn | None] = {}
         self._aliases_lock = ForkSafeLock()
 
@@ -179,8 +186,8 @@ class AwsKms(RemoteKmsClient):
         """Return the caller's identity as far as the settings show it, without a call."""
         if self._settings.assume_role is not None:
             return f"{self._settings.assume_role.role_arn}/{self._settings.assume_role.session_name}"
-        if self._has_session:
-            return "a session of the caller"
+        if self._given:
+            return f"a {self._given} of the caller"
         if self._settings.profile is not None:
             return f"profile {self._settings.profile}"
         return "access key" if self._settings.access_key_id is not None else "default credentials"

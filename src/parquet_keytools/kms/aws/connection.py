@@ -46,7 +46,7 @@ from parquet_keytools.kms.transport import (
     tls_failure,
     unreachable_because,
 )
-from parquet_keytools.runtime.fork_safety import PerProcess
+from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
 from parquet_keytools.runtime.presentation import expanded
 
 _MAX_CONTEXT_LENGTH = 8_192
@@ -242,24 +242,30 @@ class AwsConnection:
 
     Args:
         session: A boto3 session to use in place of a session made from the settings.
+        client: A boto3 client for KMS, used with its own credentials, retries and timeouts.
     """
 
-    def __init__(self, settings: AwsSettings, folder: Path, session: Any = None) -> None:
+    def __init__(self, settings: AwsSettings, folder: Path, session: Any = None, client: Any = None) -> None:
         self._settings = settings
         self._folder = folder
         self._session = session
+        self._given_client = client
+        self._owner = OwnerProcess()
         self._clients: PerProcess[Any] = PerProcess(self._make_client)
 
     @property
     def region(self) -> str | None:
         """The region of the KMS, if it is known without a client."""
+        if self._given_client is not None:
+            return str(self._given_client.meta.region_name)
         return self._settings.region or getattr(self._session, "region_name", None)
 
     @property
     def address(self) -> str:
         """The address of the KMS, if it is known without a client."""
+        url = self._settings.endpoint_url if self._given_client is None else self._given_client.meta.endpoint_url
         region = f"region {self.region}" if self.region else ""
-        return ", ".join(filter(None, [self._settings.endpoint_url, region]))
+        return ", ".join(filter(None, [url, region]))
 
     def call(self, method: str, deadline: float, **parameters: Any) -> dict[str, Any]:
         """Send one request.
@@ -279,7 +285,7 @@ class AwsConnection:
                 try:
                     return self._send(client, method, parameters)
                 except ClientError as error:
-                    if code_of(error) not in EXPIRED_CREDENTIALS:
+                    if self._given_client is not None or code_of(error) not in EXPIRED_CREDENTIALS:
                         raise
                 if self._clients.get() is client:
                     self._clients.take()
@@ -288,9 +294,9 @@ class AwsConnection:
             _deadline_of_call.reset(token)
 
     def close(self) -> None:
-        """Close the client's connections."""
+        """Close the client's connections, unless the caller made the client."""
         client = self._clients.take()
-        if client is not None:
+        if client is not None and self._given_client is None:
             client.close()
 
     def _send(self, client: Any, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -303,10 +309,17 @@ class AwsConnection:
         return answer
 
     def _make_client(self) -> Any:
-        session = self._session or _base_session(self._settings)
-        if self._settings.assume_role is not None:
-            session = self._session_in_role(session)
-        client = self._opened(session.client, "kms", self._settings.endpoint_url)
+        client = self._given_client
+        if client is None:
+            session = self._session or _base_session(self._settings)
+            if self._settings.assume_role is not None:
+                session = self._session_in_role(session)
+            client = self._opened(session.client, "kms", self._settings.endpoint_url)
+        else:
+            self._check_endpoint(client)
+            if not self._owner.is_here:
+                # A forked child drops its copies of the parent's connections, and opens its own.
+                client.close()
         _sdk_logs.add_filters()
         return client
 
@@ -343,17 +356,21 @@ class AwsConnection:
         self._check_certificates()
         options = self._client_options() | credentials
         client = make(service, endpoint_url=endpoint_url, **options)
-        url = client.meta.endpoint_url
-        if mistake := mistake_in_url(url, "endpoint_url", allow_http=self._settings.allow_http):
-            hint = "The environment or the AWS configuration files may have set it; `allow_http` allows it."
-            raise KmsConfigurationError(mistake, operation="connect", hint=hint)
-        if url.startswith("http:") and not self._settings.allow_http:
+        self._check_endpoint(client)
+        if client.meta.endpoint_url.startswith("http:") and not self._settings.allow_http:
             # The endpoint is on this machine. A proxy of the environment is not, and would see plaintext keys.
             client.close()
             options["config"] = options["config"].merge(Config(proxies={}))
             client = make(service, endpoint_url=endpoint_url, **options)
         client.meta.events.register(f"before-call.{service}", _set_read_timeout)
         return client
+
+    def _check_endpoint(self, client: Any) -> None:
+        if mistake := mistake_in_url(
+            client.meta.endpoint_url, "endpoint_url", allow_http=self._settings.allow_http
+        ):
+            hint = "The environment or the AWS configuration files may have set it; `allow_http` allows it."
+            raise KmsConfigurationError(mistake, operation="connect", hint=hint)
 
     def _client_options(self) -> dict[str, Any]:
         limits = self._settings

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from google.cloud.kms_v1 import KeyManagementServiceClient
+from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
 from google.cloud.kms_v1.types import (
     CryptoKey,
     CryptoKeyVersion,
@@ -42,7 +44,7 @@ from parquet_keytools.kms.gcp.connection import (
     open_client,
 )
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteOperation, Time
-from parquet_keytools.runtime.fork_safety import PerProcess
+from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -62,6 +64,8 @@ class GcpKms(RemoteKmsClient):
 
     Args:
         settings: Key ring, endpoint, credentials and limits.
+        client: A client that uses gRPC, in place of the endpoint and the credentials in the settings.
+            `close` leaves it open, and forked children cannot use it.
         time_source: For tests.
     """
 
@@ -75,11 +79,17 @@ class GcpKms(RemoteKmsClient):
         settings: GcpSettings | None = None,
         *,
         folder: Path | None = None,
+        client: KeyManagementServiceClient | None = None,
         time_source: Time | None = None,
     ) -> None:
         self.settings = settings or GcpSettings()
         super().__init__(self.settings, time_source)
+        if client is not None and not isinstance(client.transport, KeyManagementServiceGrpcTransport):
+            hint = "Make it with transport='grpc'."
+            raise KmsConfigurationError("the client does not use gRPC", hint=hint).about("gcp", "connect", None)
         self._folder = folder or Path()
+        self._client = client
+        self._owner = OwnerProcess()
         self._key_ring = self.settings.key_ring_name()
         self._aad = self.settings.aad()
         self._aad_fields: dict[str, Any] = {}
@@ -103,11 +113,11 @@ class GcpKms(RemoteKmsClient):
         """Close threads and the channel. A later call makes new ones."""
         super().close()
         connection = self._connections.take()
-        if connection is not None:
+        if connection is not None and self._client is None:
             connection.close()
 
     def __repr__(self) -> str:
-        return f"<GcpKms at {self.settings.endpoint}>"
+        return f"<GcpKms at {self._server()}>"
 
     # --- hooks ---
 
@@ -179,7 +189,7 @@ class GcpKms(RemoteKmsClient):
         return kms_error(error, operation) or super()._translate(error, operation, master_key_id)
 
     def _server(self) -> str:
-        return self.settings.endpoint
+        return self.settings.endpoint if self._client is None else self._client.api_endpoint
 
     def _identity(self, master_key_id: str) -> str:
         return self._key_name(master_key_id)
@@ -192,6 +202,8 @@ class GcpKms(RemoteKmsClient):
 
     def _principal(self) -> str:
         """Return the caller's identity as far as it is known without a call."""
+        if self._client is not None:
+            return "a client of the caller"
         if self.settings.impersonate_service_account:
             return self.settings.impersonate_service_account
         tokens = self._last_connection.tokens if self._last_connection is not None else None
@@ -218,6 +230,13 @@ class GcpKms(RemoteKmsClient):
     # --- connection ---
 
     def _connect(self) -> GcpConnection:
+        if self._client is not None:
+            if not self._owner.is_here:
+                detail = "the client that was passed in belongs to the parent process"
+                hint = "Make a client in each process, or let the configuration make it."
+                raise KmsConfigurationError(detail, hint=hint, operation="connect")
+            self._last_connection = GcpConnection(self._client, None)
+            return self._last_connection
         settings, tokens = self.settings, None
         if not settings.insecure:
             file = settings.credentials_file
@@ -228,9 +247,8 @@ class GcpKms(RemoteKmsClient):
                 settings.quota_project,
             )
             tokens = TokenSource(credentials)
-        connection = GcpConnection(open_client(settings.endpoint, insecure=settings.insecure), tokens)
-        self._last_connection = connection
-        return connection
+        self._last_connection = GcpConnection(open_client(settings.endpoint, insecure=settings.insecure), tokens)
+        return self._last_connection
 
     def _enabled_versions(
         self, operation: RemoteOperation, name: str, master_key_id: str

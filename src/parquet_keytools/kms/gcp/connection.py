@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -216,7 +217,6 @@ class TokenSource:
 
         Raises:
             google.auth.exceptions.GoogleAuthError: No token is available.
-            TimeoutError: Another thread did not get a token in time.
         """
         deadline = time.monotonic() + seconds
 
@@ -231,7 +231,7 @@ class TokenSource:
 
         headers: dict[str, str] = {}
         # One thread renews the token. The others wait for it, until their own timeouts.
-        with self._lock.held_within(seconds):
+        with self._turn(seconds):
             self._credentials.before_request(request, "POST", url, headers)
         return [(name.lower(), value) for name, value in headers.items()]
 
@@ -241,7 +241,7 @@ class TokenSource:
         Returns:
             Whether the next headers may have another token.
         """
-        with self._lock.held_within(seconds):
+        with self._turn(seconds):
             if dict(headers).get("authorization") != f"Bearer {self._credentials.token}":
                 return True
             now = time.monotonic()
@@ -250,6 +250,15 @@ class TokenSource:
             self._refused_at = now
             self._credentials.token = None
             return True
+
+    @contextlib.contextmanager
+    def _turn(self, seconds: float) -> Iterator[None]:
+        try:
+            with self._lock.held_within(seconds):
+                yield
+        except TimeoutError:
+            # Not the KMS is silent, but the token service, for which another thread waits.
+            raise TransportError("no token in time") from None
 
 
 def email_of(credentials: Any) -> str | None:
@@ -331,7 +340,7 @@ class GcpConnection:
 
     Args:
         client: The client; its retries and timeouts are not used.
-        tokens: Source of tokens; None without authentication.
+        tokens: Source of tokens; None if the client authenticates itself, or without authentication.
     """
 
     def __init__(self, client: Any, tokens: TokenSource | None) -> None:
