@@ -268,15 +268,20 @@ def test_parquet_writer(tmp_path: Path) -> None:
     assert file.metadata.row_group(0).column(1).statistics.has_min_max
 
 
-def test_properties_do_not_take_external_key_material(tmp_path: Path) -> None:
+def test_pyarrow_reads_external_key_material_and_does_not_write_it(tmp_path: Path) -> None:
+    takes_path = int(pa.__version__.partition(".")[0]) >= 23
     tools = keytools({"kc1": ["b"]}, key_material="external")
     path = tmp_path / "x.parquet"
     with pytest.raises(UnsupportedByArrowError, match="external key material"):
         tools.encryption_properties("t", TABLE.schema, path)
     tools.write_table(TABLE, path)
-    with pytest.raises(UnsupportedByArrowError, match="external key material"):
-        tools.decryption_properties(path)
-    assert tools.read_table(path).equals(TABLE)
+    if takes_path:
+        properties = tools.decryption_properties(path)
+        (tmp_path / "_KEY_MATERIAL_FOR_x.parquet.json").write_text("{}")
+        assert pq.read_table(path, decryption_properties=properties).equals(TABLE)
+    else:
+        with pytest.raises(UnsupportedByArrowError, match="external key material"):
+            tools.decryption_properties(path)
 
 
 @pytest.mark.parametrize("key_material", ["internal", "external"])

@@ -90,12 +90,12 @@ def test_levels_in_plaintext_are_reported(command: Command) -> None:
 def test_the_tree_has_all_links(command: Command) -> None:
     status, text = command.run("inspect", "kek_rotated")
     lines = text.splitlines()
-    keks = [line for line in lines if "── KEK" in line]
+    keks = [line for line in lines if "─ KEK" in line]
     assert status == 0
     assert max(map(len, lines)) > 100, "as narrow as a terminal that is not there"
     assert "master key keyA (for new KEKs)" in text
     assert len(keks) == 2 and "due" in keks[0] and "due" not in keks[1]
-    assert sum("── snapshot" in line for line in lines) == 3
+    assert sum("─ snapshot" in line for line in lines) == 3
     assert text.count("as above") == 3
     assert "3 snapshots, 9 files, 4 of them shared by snapshots; master keys: keyA." in text
 
