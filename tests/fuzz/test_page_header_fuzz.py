@@ -119,6 +119,34 @@ def test_the_contents_of_pages_as_writers_write_them(name: str) -> None:
     assert read_page_contents(facts) == _contents_of(data)
 
 
+@pytest.mark.parametrize(
+    "header",
+    {
+        "data page, num_values twice": "1500 1508 1508 2c 1502 1500 1500 1500 05020a 00 00",
+        "dictionary page, num_values twice": "1504 1508 1508 4c 1502 1500 05020a 00 00",
+        "V2, num_nulls twice": "1506 1508 1508 5c 1502 1500 1502 1500 1500 1500 050400 00 00",
+    }.values(),
+)
+def test_a_field_of_the_inner_header_that_comes_twice_is_refused(header: str) -> None:
+    """Readers may take the first value, or the last."""
+    with pytest.raises(ParquetFormatError, match="twice"):
+        read_page_contents(read_page_header(bytes.fromhex(header), 0))
+
+
+@pytest.mark.parametrize(
+    ("is_compressed", "field"),
+    {
+        "left out": (True, ""),
+        "true": (True, "11"),
+        "false": (False, "12"),
+        "false, long form": (False, "020e"),
+    }.values(),
+)
+def test_whether_the_values_of_a_v2_page_are_compressed(is_compressed: bool, field: str) -> None:
+    header = bytes.fromhex(f"1506 1508 1508 5c 1502 1500 1502 1500 1500 1500 {field} 00 00")
+    assert read_page_contents(read_page_header(header, 0)).is_compressed is is_compressed
+
+
 @given(st.one_of(st.binary(max_size=120), _MUTANTS, _LIKE_WRITTEN))
 @settings(max_examples=how_many(600, 20_000))
 def test_the_contents_of_a_page_are_what_its_records_say(data: bytes) -> None:

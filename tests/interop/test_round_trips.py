@@ -403,6 +403,21 @@ def test_existing_data(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert not [name for name in files_under(tmp_path) if "/." in name or name.startswith(".")]
 
 
+@pytest.mark.parametrize("through", ["write_dataset", "filesystem"])
+def test_an_overwrite_leaves_a_running_write_alone(tmp_path: Path, through: str) -> None:
+    tools = keytools({"kc1": ["b"]})
+    with tools.writer(tmp_path / "w.parquet", TABLE.schema) as writer:
+        writer.write_table(TABLE)
+        if through == "write_dataset":
+            tools.write_dataset(TABLE, tmp_path, existing_data_behavior="delete_matching")
+        else:
+            pq.write_to_dataset(
+                TABLE, str(tmp_path), filesystem=tools.filesystem().arrow, existing_data_behavior="delete_matching"
+            )
+    assert tools.read_table(tmp_path / "w.parquet").equals(TABLE)
+    assert tools.read_table(tmp_path).num_rows == 2 * TABLE.num_rows
+
+
 class InterruptedWriteError(Exception):
     """Raised in the middle of the data."""
 

@@ -252,8 +252,18 @@ def test_folders_without_a_file_are_removed(tmp_path: Path, remove: str) -> None
     filesystem.mkdir(folder)
     getattr(filesystem, remove)(folder, **({"recursive": True} if remove == "rm" else {}))
     assert not filesystem.exists(folder)
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_another_file_system_writes_into_a_folder_that_was_made(tmp_path: Path) -> None:
+    """A driver makes the folders of partitions, and other processes write the files."""
+    folder = f"{tmp_path}/month={CANARY}"
+    keytools(BY_MONTH).filesystem().mkdir(folder)
+    with keytools(BY_MONTH).filesystem().open(f"{folder}/x.parquet", "wb") as file:
+        pq.write_table(TABLE.drop_columns(["month"]), file)
     with pytest.raises(FileNotFoundError):
-        filesystem.open(f"{folder}/x.parquet", "wb")
+        keytools(BY_MONTH).filesystem().open(f"{tmp_path}/missing/month={CANARY}/x.parquet", "wb")
+    assert [path.name for path in tmp_path.rglob("*")] == [f"month={CANARY}", "x.parquet"]
 
 
 def _ending_badly() -> Iterator[pa.RecordBatch]:

@@ -7,7 +7,7 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +26,7 @@ from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.local_files import (
     FolderIdentity,
+    belongs_to_writer,
     exclusive_folder,
     identity_of_folder,
     remove_beneath,
@@ -349,7 +350,9 @@ class PendingHandler(DelegatingHandler):
         with self.failing_at_commit():
             self._refuse_links(path)
             self._remember_folder()
-            self._replaced += [file.path for file in all_files(FileLocation(self.filesystem, path))]
+            found = [file.path for file in all_files(FileLocation(self.filesystem, path))]
+            # Another writer may be at work.
+            self._replaced += [file for file in found if not belongs_to_writer(PurePosixPath(file).name)]
 
     def delete_dir(self, path: str) -> None:
         """Remember what `commit` deletes."""

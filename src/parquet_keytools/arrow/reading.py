@@ -337,6 +337,7 @@ class _DataSetFiles:
         paths: Sequence[str] | None = None,
         *,
         wanted: WantedColumns = tuple,
+        is_single_file: bool = False,
     ) -> None:
         """List the files, unless `paths` names them; only `wanted` columns will be read."""
         self._keys = keys
@@ -348,7 +349,7 @@ class _DataSetFiles:
         self.paths = [file.path for file in _dataset_files(folder)] if paths is None else list(paths)
         self._known: dict[tuple[str, str], SecretBytes] = {}
         # A single file is compared with all files that were opened before, which only warns.
-        self._identities = FileIdentities(refuses=True) if paths is None else None
+        self._identities = None if is_single_file else FileIdentities(refuses=True)
         self._reads_folder_names = True
         self._partition_names: frozenset[str] = frozenset()
         self._checked: set[frozenset[ColumnPath]] = set()
@@ -548,7 +549,8 @@ def _read_table(keys: KeyService, location: FileLocation, request: ReadRequest, 
     partitioning, schema = options.table.get("partitioning", "hive"), options.table.get("schema")
     reads_folder_names = partitioning is not None
     paths = None
-    if not (location.only or location.is_folder()):
+    is_single_file = not (location.only or location.is_folder())
+    if is_single_file:
         # A single file gets no values from folder names, and may have any name.
         paths, partitioning = [location.path], None
     elif partitioning == "hive":
@@ -562,7 +564,7 @@ def _read_table(keys: KeyService, location: FileLocation, request: ReadRequest, 
     # The index columns are known after a file was opened.
     finds_index = bool(options.table.get("use_pandas_metadata"))
     wanted = tuple if finds_index else request.wanted
-    files = _DataSetFiles(keys, location, request, of_files, paths, wanted=wanted)
+    files = _DataSetFiles(keys, location, request, of_files, paths, wanted=wanted, is_single_file=is_single_file)
     make = partial(
         _DataSetFiles.dataset,
         partitioning=partitioning,
@@ -575,7 +577,7 @@ def _read_table(keys: KeyService, location: FileLocation, request: ReadRequest, 
         index = set(_pandas_index(dataset.schema.metadata)) - set(request.columns)
         if index:
             request = replace(request, columns=[*request.columns, *sorted(index)])
-            files = _DataSetFiles(keys, location, request, of_files, files.paths)
+            files = _DataSetFiles(keys, location, request, of_files, files.paths, is_single_file=is_single_file)
             dataset = make(files)
     expression = None if request.filters is None else pq.filters_to_expression(request.filters)
     known = files.names

@@ -615,13 +615,16 @@ class IndexVerifier:
             rules = [IndexRule.COLUMN]
         for rule, message in flaws:
             self._broken(_INDEX_RULES[rule], message, module_type, region.offset)
+        if end is None:
+            return
         for rule in rules:
-            if rule is IndexRule.ROWS or pages is not None:
+            needs_pages = rule is not IndexRule.ROWS or self._chunk.ciphers.column.is_flat
+            if pages is not None or not needs_pages:
                 self._book.holds(_INDEX_RULES[rule])
             else:
-                self._book.not_checked(_INDEX_RULES[rule], "the pages of a chunk could not all be walked")
-        if end is not None:
-            self._check_padding(data, end, module_type)
+                reason = f"the pages of a chunk could not all be walked, or there are more than {_MOST_PAGES:,}"
+                self._book.not_checked(_INDEX_RULES[rule], reason)
+        self._check_padding(data, end, module_type)
 
     def _check_bloom_filter(self, region: ChunkRegion, limit: int) -> int | None:
         """Check a Bloom filter; returns its length in bytes, or None where that is not known."""

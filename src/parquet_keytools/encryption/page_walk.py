@@ -384,8 +384,12 @@ def _plaintext_header(window: HeaderWindow, offset: int) -> PageHeaderFacts:
         position = offset - window.offset
         if not 0 <= position < len(window.data):
             position = window.cover(offset)
+        data = window.data
+        if window.offset + len(data) > window.end:
+            # Small chunks share a window: a header that goes on after its chunk would be read to the window's end.
+            data = data[: window.end - window.offset]
         try:
-            return read_page_header(window.data, position)
+            return read_page_header(data, position)
         except ParquetFormatError:
             if not window.grow(offset):
                 raise

@@ -177,8 +177,12 @@ _INNER_IDS = {
 _REQUIRED_COUNT = {PageHeader.DATA_PAGE: 4, PageHeader.DICTIONARY_PAGE: 2, PageHeader.DATA_PAGE_V2: 6}
 """Page type -> how many fields of that header are required: the first ones, all I32."""
 
-_IS_NOT_COMPRESSED = 0x12
-"""Header of field 7 of DataPageHeaderV2 after field 6, if it is false; a missing one stands for true."""
+_IS_COMPRESSED, _IS_NOT_COMPRESSED = 0x11, 0x12
+"""Headers of field 7 of DataPageHeaderV2 after field 6; a missing one stands for true. A boolean has no other byte.
+`is_sorted` of a dictionary page is such a field, too."""
+
+_STRUCT_FOLLOWS = 0x1C
+"""Header of a struct whose id is one more than that of the field before."""
 
 
 def read_page_contents(facts: PageHeaderFacts) -> PageContents:
@@ -205,12 +209,27 @@ def read_page_contents(facts: PageHeaderFacts) -> PageContents:
                     number = (number >> 1) ^ -(number & 1)
                     at += 2
                 numbers.append(number)
-        if len(numbers) == _REQUIRED_COUNT[page_type] and min(uncompressed_length, *numbers) >= 0:
+        is_whole = len(numbers) == _REQUIRED_COUNT[page_type] and _ends_as_usual(rest, at, page_type)
+        if is_whole and min(uncompressed_length, *numbers) >= 0:
             if page_type == PageHeader.DATA_PAGE_V2:
                 is_compressed = rest[at] != _IS_NOT_COMPRESSED
                 return _contents((uncompressed_length, numbers[0], numbers[4] + numbers[5], is_compressed))
             return _contents((uncompressed_length, numbers[0], 0, True))
     return _any_contents(facts)
+
+
+def _ends_as_usual(rest: bytes, at: int, page_type: int) -> bool:
+    """Return whether known optional fields follow, each once and in order, and the ends of both structs."""
+    header = rest[at]
+    statistics = _STRUCT_FOLLOWS
+    if page_type != PageHeader.DATA_PAGE and header in (_IS_COMPRESSED, _IS_NOT_COMPRESSED):
+        at += 1
+        header = rest[at]
+    elif page_type == PageHeader.DATA_PAGE_V2:
+        statistics += 0x10
+    if page_type != PageHeader.DICTIONARY_PAGE and header == statistics:
+        at = pass_value(rest, WireType.STRUCT, at + 1, 2)
+    return rest[at:] == b"\0\0"
 
 
 def _any_contents(facts: PageHeaderFacts) -> PageContents:

@@ -507,6 +507,11 @@ def temporary_name(target: str, *, is_locked: bool = True) -> str:
     return f".{stem}.{secrets.token_hex(6)}-{_machine() if is_locked else _NO_LOCK}.tmp"
 
 
+def belongs_to_writer(name: str) -> bool:
+    """Return whether a name is that of a lock file or a temporary file, which its writer removes by itself."""
+    return _LOCK_NAME.fullmatch(name) is not None or _NAME.fullmatch(name) is not None
+
+
 def parse_temporary_name(name: str) -> TemporaryName | None:
     """Return the content of a name; None if it is not the name of a temporary file of this package."""
     found = _NAME.fullmatch(name)

@@ -382,8 +382,10 @@ class _LocalOutput:
             remove_hadoop_checksums(folder, self._name)
             if checked is not None and _state(folder, self._name) != checked:
                 raise changed_meanwhile(self.target)
+            self._require_temporary(folder)
             folder.replace(self._temporary, self._name)
         else:
+            self._require_temporary(folder)
             # A check that passes although the target does not exist expects that.
             self._appear(folder, changed_meanwhile if check is not None else exists_already)
             remove_hadoop_checksums(folder, self._name)
@@ -409,6 +411,11 @@ class _LocalOutput:
             raise refusal(self.target) from None
 
     # --- what is refused ---
+
+    def _require_temporary(self, folder: Folder) -> None:
+        found = _state(folder, self._temporary)
+        if found is None or found[:2] != self._identity[:2]:
+            raise self._exchanged()
 
     def _require_same_folder(self) -> None:
         try:
@@ -720,15 +727,18 @@ class MadeFolders:
         return path in self._promised and self._is_missing(path)
 
     def begin(self, path: str) -> None:
-        """Create the promised folders of a file.
+        """Create the missing folders of a file, if all of them are promised or partition folders.
+
+        Another object for the same place may have promised a partition folder, in another process, too.
 
         Raises:
             OSError: One cannot be created.
         """
         folder = str(PurePosixPath(path).parent)
-        if folder in self._promised:
+        missing = [] if self._filesystem.type_name in OBJECT_STORES else self._missing(folder)
+        if missing and all(name in self._promised or "=" in PurePosixPath(name).name for name in missing):
             self.create(folder, recursive=True)
-            self._promised.difference_update(_with_parents(folder))
+        self._promised.difference_update(_with_parents(folder))
 
     def forget(self, path: str) -> None:
         """Forget the promised folders at a path and below."""

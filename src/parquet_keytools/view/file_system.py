@@ -34,7 +34,12 @@ from parquet_keytools.keys.material_store import read_key_materials, remove_key_
 from parquet_keytools.runtime.endings import ExceptionWatch, share_with_arrow
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, OwnerProcess
 from parquet_keytools.runtime.presentation import escaped_path
-from parquet_keytools.storage.local_files import exclusive_folder, failing_as_output, refuse_in_child
+from parquet_keytools.storage.local_files import (
+    belongs_to_writer,
+    exclusive_folder,
+    failing_as_output,
+    refuse_in_child,
+)
 from parquet_keytools.storage.locations import (
     OBJECT_STORES,
     FileLocation,
@@ -597,6 +602,8 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             if not missing_ok:
                 raise
         else:
+            # Another writer may be at work: it removes its own files.
+            names = [name for name in names if not belongs_to_writer(PurePosixPath(name).name)]
             self.rm([name for name in names if self._is_there(name)], recursive=True)
 
     def _is_there(self, name: str) -> bool:
@@ -725,10 +732,14 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 self.rm_file(path1)
                 return
         self._made.begin(target.path)
-        with exclusive_folder(target):
-            source.filesystem.move(source.path, target.path)
-            if not is_folder:
-                remove_key_materials(target, None)
+        try:
+            with exclusive_folder(target):
+                source.filesystem.move(source.path, target.path)
+                if not is_folder:
+                    remove_key_materials(target, None)
+        except BaseException:
+            self._made.remove_empty(target.path)
+            raise
 
     def _is_protected(self, file: FileLocation) -> bool:
         """Return whether a file may be moved as it is; errors as `PlainFiles.open`."""

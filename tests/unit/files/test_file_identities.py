@@ -59,6 +59,12 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.parquet"))
 
 
+def made_again(dataset: Any) -> Any:
+    """Return a data set as another process makes it: keys in a configuration cannot be pickled."""
+    make, arguments, *_ = dataset.__reduce__()
+    return make(*arguments)
+
+
 WAYS: dict[str, Callable[[Keytools, Path], object]] = {
     "read_table": lambda tools, folder: tools.read_table(folder),
     "one column": lambda tools, folder: tools.read_table(folder, columns=["b"]),
@@ -66,6 +72,9 @@ WAYS: dict[str, Callable[[Keytools, Path], object]] = {
     "count_rows": lambda tools, folder: tools.dataset(folder).count_rows(),
     "batches": lambda tools, folder: list(tools.dataset(folder).to_batches()),
     "columns are named": lambda tools, folder: tools.dataset(folder, columns=["a"]).to_table(),
+    "a list of files": lambda tools, folder: tools.read_table(files_of(folder)),
+    "columns and index": lambda tools, folder: tools.read_table(folder, columns=["b"], use_pandas_metadata=True),
+    "made again": lambda tools, folder: made_again(tools.dataset(folder)).to_table(),
 }
 
 

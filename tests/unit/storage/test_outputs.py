@@ -293,6 +293,24 @@ def test_the_next_run_removes_what_is_left(tmp_path: Path, keeps_open: bool) -> 
     assert names(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == b"whole"
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("put", [None, b"another file"])
+def test_a_temporary_file_that_was_replaced_does_not_get_into_place(
+    tmp_path: Path, overwrite: bool, put: bytes | None
+) -> None:
+    target = tmp_path / "x"
+    if overwrite:
+        target.write_bytes(b"old")
+    with pytest.raises(OutputError), whole_output(at(target), overwrite=overwrite) as pending:
+        write(pending, b"new")
+        (temporary,) = (path for path in tmp_path.iterdir() if path.name != "x")
+        temporary.unlink()
+        if put is not None:
+            temporary.write_bytes(put)
+    assert target.exists() == overwrite
+    assert not overwrite or target.read_bytes() == b"old"
+
+
 @pytest.mark.parametrize("keeps_open", [True, False])
 def test_a_running_write_is_never_disturbed(
     tmp_path: Path, kind: str, keeps_open: bool, monkeypatch: pytest.MonkeyPatch
