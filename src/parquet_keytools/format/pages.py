@@ -178,7 +178,7 @@ _REQUIRED_COUNT = {PageHeader.DATA_PAGE: 4, PageHeader.DICTIONARY_PAGE: 2, PageH
 """Page type -> how many fields of that header are required: the first ones, all I32."""
 
 _IS_COMPRESSED, _IS_NOT_COMPRESSED = 0x11, 0x12
-"""Headers of field 7 of DataPageHeaderV2 after field 6; a missing one stands for true. A boolean has no other byte.
+"""Headers of field 7 of DataPageHeaderV2 after field 6. A boolean is in its header; a missing one stands for true.
 `is_sorted` of a dictionary page is such a field, too."""
 
 _STRUCT_FOLLOWS = 0x1C
