@@ -203,7 +203,10 @@ def _distinct(entries: bytearray) -> bytearray:
 
 
 ReadAgain = Callable[[Collection[str], NoncePart], Iterable[tuple[str, FileNonces | None]]]
-"""Returns nonces of files, by their names; None for a file that cannot be read again."""
+"""Returns nonces of files, by their names; a file that cannot be read again has None, or is missing."""
+
+NOT_READ_AGAIN = "changed or could not be read again"
+"""Why nonces of a file were not compared."""
 
 
 class SharedNonces:
@@ -234,7 +237,7 @@ class SharedNonces:
                 self._kept = None
 
     def check(self, book: RuleBook) -> None:
-        """Check both rules about the nonces of several files."""
+        """Check both rules about the nonces of several files; where not all can be compared, that is no pass."""
         shared = {key: users for key, users in self._users.items() if len(users) > 1}
         total = 0
         for users in shared.values():
@@ -249,31 +252,48 @@ class SharedNonces:
         names = list(dict.fromkeys(name for users in shared.values() for name in users))
         pairs: Counter[tuple[int, int]] = Counter()
         if self._kept is not None:
-            pairs += _pairs(names, self._kept.items(), shared, book)
+            pairs += _pairs(names, self._kept.items(), shared)
         else:
             parts = total * (_ENTRY_LENGTH + _FILE_LENGTH) // MEMORY_BYTES + 1
             for part in range(parts):
                 files = self._read_again(names, NoncePart(part, parts, frozenset(shared)))
-                pairs += _pairs(names, files, shared, book)
+                pairs += _pairs(names, self._again(names, files, shared, book), shared)
         for (first_file, file), number in sorted(pairs.items()):
             modules = "one module has" if number == 1 else f"{number} modules have"
             message = f"{modules} the same DEK and nonce in {names[first_file]} and {names[file]}."
             book.broken("nonce-shared", message)
 
+    def _again(
+        self,
+        names: list[str],
+        files: Iterable[tuple[str, FileNonces | None]],
+        shared: Collection[bytes],
+        book: RuleBook,
+    ) -> Iterator[tuple[str, FileNonces]]:
+        """Yield the nonces of one pass, and note the files that are not what they were when they were added.
+
+        What such a file still has is compared, too: a breach that shows is one.
+        """
+        left = dict.fromkeys(names)
+        for name, nonces in files:
+            if nonces is None:
+                continue
+            before = {key: self._users[key][name] for key in shared if name in self._users[key]}
+            if before == {key: number for key, number in nonces.invocations.items() if key in shared}:
+                left.pop(name, None)
+            yield name, nonces
+        for name in left:
+            book.not_checked("nonce-shared", f"{name}: it {NOT_READ_AGAIN}")
+
 
 def _pairs(
-    names: list[str],
-    files: Iterable[tuple[str, FileNonces | None]],
-    shared: Collection[bytes],
-    book: RuleBook,
+    names: list[str], files: Iterable[tuple[str, FileNonces]], shared: Collection[bytes]
 ) -> Counter[tuple[int, int]]:
     """Return how many modules have the nonce of a module in another file, by the positions of both files."""
     positions = {name: position for position, name in enumerate(names)}
     entries: defaultdict[bytes, bytearray] = defaultdict(bytearray)
     for name, nonces in files:
-        if nonces is None:
-            book.not_checked("nonce-shared", f"{name}: it cannot be read again")
-        elif name in positions:
+        if name in positions:
             file = positions[name].to_bytes(_FILE_LENGTH, "big")
             for fingerprint in shared:
                 for entry in nonces.entries(fingerprint):

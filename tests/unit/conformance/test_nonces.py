@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import base64
 import random
+import shutil
 import tracemalloc
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import pyarrow as pa
 import pytest
 
-from parquet_keytools.conformance import nonces
+from parquet_keytools import Keytools
+from parquet_keytools.conformance import file_keys, nonces
 from parquet_keytools.conformance.nonces import FileNonces, NoncePart, SharedNonces, nonce_entry
-from parquet_keytools.conformance.report import FILE_SCOPES, Outcome, RuleBook, Scope
+from parquet_keytools.conformance.report import (
+    FILE_SCOPES,
+    FileReport,
+    Outcome,
+    RuleBook,
+    RuleResult,
+    Scope,
+    Verdict,
+)
+from parquet_keytools.conformance.verification import RetrieverFinder
+from parquet_keytools.errors import KeyNotAvailableError
+from parquet_keytools.spark import map_files, pipelines
+from parquet_keytools.storage.locations import FileLocation
 
 DEK, OTHER_DEK = b"dek" * 5 + b"1", b"dek" * 5 + b"2"
 
@@ -158,12 +178,206 @@ def test_invocations_of_all_files_count_together(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_a_file_that_cannot_be_read_again_is_no_pass() -> None:
-    shared = SharedNonces(lambda names, _: [(name, None) for name in names])
-    for name in "ab":
-        shared.add_file(name, made_of({DEK: random_nonces(3, 1)}).invocations, None)
+# --- files that are read again, and are not what they were ---
+
+FIRST, SECOND = random_nonces(300, 1), random_nonces(300, 2)
+NOT_READ_AGAIN = "changed or could not be read again"
+
+
+def shared_result(
+    before: dict[str, Made], later: Callable[[str, NoncePart], FileNonces | None], missing: str = ""
+) -> tuple[Outcome, tuple[str, ...], int]:
+    """Compare files whose nonces are read again."""
+
+    def read_again(names: Collection[str], part: NoncePart) -> Iterator[tuple[str, FileNonces | None]]:
+        return ((name, later(name, part)) for name in names if name != missing)
+
+    shared = SharedNonces(read_again)
+    for name, found in before.items():
+        shared.add_file(name, made_of(found).invocations, None)
     book = RuleBook([Scope.DATA_SET])
     shared.check(book)
     (result,) = (result for result in book.results() if result.rule.id == "nonce-shared")
+    return result.outcome, result.reasons, result.breaches
+
+
+def test_a_file_that_cannot_be_read_again_is_no_pass() -> None:
+    files = {"a": {DEK: FIRST}, "b": {DEK: SECOND}}
+    reasons = (f"a: it {NOT_READ_AGAIN}", f"b: it {NOT_READ_AGAIN}")
+    assert shared_result(files, lambda *_: None) == (Outcome.NOT_CHECKED, reasons, 0)
+    # As with keys that are refused now.
+    assert shared_result(files, lambda _, part: FileNonces(part)) == (Outcome.NOT_CHECKED, reasons, 0)
+
+
+@pytest.mark.parametrize("memory_bytes", [2**26, 10_000])
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {DEK: SECOND[:-1]}, {DEK: [*SECOND, b"n" * 12]}, {OTHER_DEK: SECOND}, {DEK: SECOND, OTHER_DEK: SECOND}],
+    ids=["empty", "less", "more", "another DEK", "one more DEK"],
+)
+def test_a_file_that_is_another_one_when_it_is_read_again_is_no_pass(
+    monkeypatch: pytest.MonkeyPatch, changed: Made, memory_bytes: int
+) -> None:
+    monkeypatch.setattr(nonces, "MEMORY_BYTES", memory_bytes)
+    third = random_nonces(300, 3)
+    files: dict[str, Made] = {"a": {DEK: FIRST, OTHER_DEK: FIRST}, "b": {DEK: SECOND}, "c": {OTHER_DEK: third}}
+    last_part = []
+
+    def later(name: str, part: NoncePart) -> FileNonces:
+        # Only in the last pass: all before it were as they should be.
+        is_last = part.part == part.parts - 1
+        last_part.append(is_last)
+        return made_of(changed if name == "b" and is_last else files[name], part=part)
+
+    assert shared_result(files, later) == (Outcome.NOT_CHECKED, (f"b: it {NOT_READ_AGAIN}",), 0)
+    assert (False in last_part) is (memory_bytes < 2**26)
+    same = shared_result(files, lambda name, part: made_of(files[name], part=part))
+    assert same == (Outcome.HOLDS, (), 0)
+
+
+def test_a_file_that_is_missing_when_files_are_read_again_is_no_pass() -> None:
+    files = {"a": {DEK: FIRST}, "b": {DEK: SECOND}}
+    result = shared_result(files, lambda name, part: made_of(files[name], part=part), missing="a")
+    assert result == (Outcome.NOT_CHECKED, (f"a: it {NOT_READ_AGAIN}",), 0)
+
+
+def test_other_deks_of_a_file_do_not_matter_when_it_is_read_again() -> None:
+    alone = b"dek" * 5 + b"3"
+    files: dict[str, Made] = {"a": {DEK: FIRST, OTHER_DEK: FIRST}, "b": {DEK: SECOND}}
+    later: dict[str, Made] = {"a": {DEK: FIRST}, "b": {DEK: SECOND, alone: SECOND}}
+    assert shared_result(files, lambda name, part: made_of(later[name], part=part))[0] is Outcome.HOLDS
+
+
+def test_a_breach_stays_one_though_a_file_could_not_be_read_again() -> None:
+    files = {name: {DEK: [*random_nonces(30, seed), b"n" * 12]} for seed, name in enumerate("abc")}
+
+    def later(name: str, part: NoncePart) -> FileNonces | None:
+        return None if name == "c" else made_of(files[name], name.encode() * 4, part)
+
+    assert shared_result(files, later) == (Outcome.BROKEN, (f"c: it {NOT_READ_AGAIN}",), 1)
+
+
+# --- the same with files ---
+
+
+@pytest.fixture
+def keytools() -> Keytools:
+    """Keys of the files."""
+    key = base64.b64encode(b"k" * 16).decode()
+    table = {"footer_key": "key", "unlisted_columns": "footer_key"}
+    return Keytools.from_mapping(
+        {"version": 1, "kms": {"type": "in_memory", "keys": {"key": key}}, "tables": {"t": table}}
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, keytools: Keytools) -> Path:
+    """Two files, of which one is a copy of the other: they share a DEK, and no nonce for two plaintexts."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    keytools.write_table(pa.table({f"column {number}": [1, 2, 3] for number in range(40)}), folder / "a.parquet")
+    shutil.copy(folder / "a.parquet", folder / "b.parquet")
+    return folder
+
+
+def refuse_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise KeyNotAvailableError("the KMS refuses.")
+
+    monkeypatch.setattr(RetrieverFinder, "footer_dek", refused)
+
+
+def overwrite_footer(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-40, 2)
+        file.write(b"not what it was")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+changes = pytest.mark.parametrize("change", ["keys", overwrite_footer, empty])
+
+
+def make_change(change: str | Callable[[Path], None], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if callable(change):
+        change(path)
+    else:
+        refuse_keys(monkeypatch)
+
+
+def result_of(rules: Iterable[RuleResult], rule_id: str) -> RuleResult:
+    return next(result for result in rules if result.rule.id == rule_id)
+
+
+@changes
+@pytest.mark.parametrize("is_broken", [False, True], ids=["", "and was broken before"])
+def test_a_file_that_changes_between_its_passes_is_no_pass(
+    monkeypatch: pytest.MonkeyPatch,
+    keytools: Keytools,
+    folder: Path,
+    change: str | Callable[[Path], None],
+    is_broken: bool,
+) -> None:
+    path = folder / "a.parquet"
+    monkeypatch.setattr(nonces, "MEMORY_BYTES", 1_000)
+    report = keytools.verify_file(path)
+    assert report.verdict is Verdict.CONFORMS
+    assert report.result("nonce-reuse").outcome is Outcome.HOLDS
+    check = FileNonces.check
+
+    def check_and_change(self: FileNonces, book: RuleBook) -> None:
+        check(self, book)
+        if is_broken:
+            book.broken("nonce-reuse", "it has the nonce of another one.")
+        make_change(change, path, monkeypatch)
+
+    monkeypatch.setattr(FileNonces, "check", check_and_change)
+    result = keytools.verify_file(path).result("nonce-reuse")
+    assert result.outcome is (Outcome.BROKEN if is_broken else Outcome.NOT_CHECKED)
+    assert result.reasons == (f"the file {NOT_READ_AGAIN}",)
+
+
+@changes
+def test_a_file_of_a_folder_that_changes_before_it_is_read_again_is_no_pass(
+    monkeypatch: pytest.MonkeyPatch, keytools: Keytools, folder: Path, change: str | Callable[[Path], None]
+) -> None:
+    monkeypatch.setattr(nonces, "MEMORY_BYTES", 1_000)
+    unchanged = result_of(keytools.verify_folder(folder).rules, "nonce-shared")
+    assert (unchanged.outcome, unchanged.reasons) == (Outcome.HOLDS, ())
+
+    def on_progress(report: FileReport) -> None:
+        if report.path.endswith("b.parquet"):
+            make_change(change, folder / "a.parquet", monkeypatch)
+
+    result = result_of(keytools.verify_folder(folder, on_progress=on_progress).rules, "nonce-shared")
     assert result.outcome is Outcome.NOT_CHECKED
-    assert result.reasons == ("a: it cannot be read again", "b: it cannot be read again")
+    changed = ["a.parquet", "b.parquet"] if change == "keys" else ["a.parquet"]
+    assert result.reasons == tuple(f"{name}: it {NOT_READ_AGAIN}" for name in changed)
+
+
+@changes
+def test_a_file_that_changes_before_spark_reads_it_again_is_no_pass(
+    monkeypatch: pytest.MonkeyPatch, keytools: Keytools, folder: Path, change: str | Callable[[Path], None]
+) -> None:
+    worker: Any = SimpleNamespace(keys=keytools._keys)
+    monkeypatch.setattr(file_keys._Fingerprints, "key", file_keys.fingerprint_key())
+    how = pipelines._Verification(None, None, b"fingerprints" * 2)
+    files = [map_files.NamedFile(path.name, path.stat().st_size) for path in sorted(folder.iterdir())]
+
+    class OneAfterAnother:
+        def map_files(self, _: str, function: Any, files: list[map_files.NamedFile]) -> Iterator[Any]:
+            return ((file, function(worker, FileLocation.resolve(folder / file.name), file)) for file in files)
+
+    job: Any = OneAfterAnother()
+    found = [outcome.other for _, outcome in job.map_files("", partial(pipelines._verify, how=how), files)]
+    results = []
+    for _ in range(2):
+        book = RuleBook([Scope.DATA_SET])
+        pipelines._shared_nonces(job, how, found, files).check(book)
+        results.append(result_of(book.results(), "nonce-shared"))
+        make_change(change, folder / "a.parquet", monkeypatch)
+    assert [result.outcome for result in results] == [Outcome.HOLDS, Outcome.NOT_CHECKED]
+    changed = ["a.parquet", "b.parquet"] if change == "keys" else ["a.parquet"]
+    assert results[1].reasons == tuple(f"{name}: it {NOT_READ_AGAIN}" for name in changed)
