@@ -62,6 +62,7 @@ NEEDS_NEWER: dict[str, list[str]] = {
     "pyarrow before 20 refuses to write two files with the same encryption properties": [
         "unit/cli/test_processes.py::test_files_that_share_keys_are_found_in_whatever_process",
         "unit/files/test_file_identities.py::test_a_folder_is_refused",
+        "unit/files/test_file_identities.py::test_a_folder_is_refused_where_the_index_is_read_too",
         "unit/files/test_file_identities.py::test_commands_refuse_report_and_repair",
         "unit/files/test_file_identities.py::test_rekey_of_a_folder_gives_each_file_its_own",
         "unit/files/test_file_identities.py::test_single_reads_warn_once_both_were_seen",

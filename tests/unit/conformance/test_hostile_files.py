@@ -259,6 +259,16 @@ def test_page_indexes_are_read_together_and_never_beyond_those_that_lie_in_the_f
     assert len(whole.reads) < 2 * chunks, "fewer reads than there are indexes"
 
 
+def test_an_offset_index_that_cannot_be_read_proves_nothing_about_rows() -> None:
+    data = bytearray(plain_bytes())
+    group = FileMetaData.read(read_footer_bytes(MemorySource(bytes(data))).data)[0].row_groups
+    for chunk in (chunk for columns in group for chunk in columns.columns):
+        data[chunk.offset_index_offset or 0] = 0xFF
+    report, _ = verify_source(MemorySource(bytes(data)), None, Expectation(allow_plaintext=True))
+    assert broken(report) == {"offset-index"}
+    assert report.result("offset-index-rows").outcome is Outcome.NOT_APPLICABLE
+
+
 def test_a_large_page_among_small_ones_does_not_keep_what_was_read_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -73,7 +73,6 @@ WAYS: dict[str, Callable[[Keytools, Path], object]] = {
     "batches": lambda tools, folder: list(tools.dataset(folder).to_batches()),
     "columns are named": lambda tools, folder: tools.dataset(folder, columns=["a"]).to_table(),
     "a list of files": lambda tools, folder: tools.read_table(files_of(folder)),
-    "columns and index": lambda tools, folder: tools.read_table(folder, columns=["b"], use_pandas_metadata=True),
     "made again": lambda tools, folder: made_again(tools.dataset(folder)).to_table(),
 }
 
@@ -87,6 +86,18 @@ def test_a_folder_is_refused(folder: Path, way: str) -> None:
         ) as caught:
             WAYS[way](Keytools.from_mapping(document()), folder)
     assert {caught.value.path, caught.value.other_path} == {str(path) for path in files_of(folder)}
+
+
+def test_a_folder_is_refused_where_the_index_is_read_too(tmp_path: Path) -> None:
+    """The columns of the index are known after the first file was opened: the files are opened once more."""
+    table = pa.Table.from_pandas(FRAME.set_index(pd.Index(map(str, range(10)), name="i")))
+    tools = Keytools.from_mapping(document())
+    properties = tools.encryption_properties("t", table.schema, "any.parquet")
+    (tmp_path / "data").mkdir()
+    for name in ("1.parquet", "2.parquet"):
+        pq.write_table(table, tmp_path / "data" / name, encryption_properties=properties)
+    with pytest.raises(ReusedKeysError):
+        tools.read_table(tmp_path / "data", columns=["a"], use_pandas_metadata=True)
 
 
 def test_the_setting_allows_it_without_a_word(folder: Path) -> None:
