@@ -686,7 +686,11 @@ _TOP = ("", "/", ".")
 
 
 class MadeFolders:
-    """Creates folders, and removes those that were missing if the write fails."""
+    """Creates folders, and removes those that were missing if the write fails.
+
+    Threads use one object together. A promised folder is first created and then no longer promised, so a
+    thread reads the promises before it looks which folders are missing: each is then found in one of the two.
+    """
 
     def __init__(self, filesystem: pafs.FileSystem) -> None:
         self._filesystem = filesystem
@@ -714,10 +718,11 @@ class MadeFolders:
         Raises:
             OSError: It cannot be created.
         """
+        promised = self._promised.copy()
         missing = [] if self._filesystem.type_name in OBJECT_STORES else self._missing(path)
         if not any("=" in PurePosixPath(folder).name for folder in missing):
             self.create(path, recursive=recursive)
-        elif recursive or len(missing) == 1 or missing[1] in self._promised:
+        elif recursive or len(missing) == 1 or missing[1] in promised:
             self._promised.update(missing)
         else:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -735,8 +740,9 @@ class MadeFolders:
             OSError: One cannot be created.
         """
         folder = str(PurePosixPath(path).parent)
+        promised = self._promised.copy()
         missing = [] if self._filesystem.type_name in OBJECT_STORES else self._missing(folder)
-        if missing and all(name in self._promised or "=" in PurePosixPath(name).name for name in missing):
+        if missing and all(name in promised or "=" in PurePosixPath(name).name for name in missing):
             self.create(folder, recursive=True)
         self._promised.difference_update(_with_parents(folder))
 

@@ -465,9 +465,9 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def _found(self, location: FileLocation) -> pafs.FileInfo:
         """Return the info of an existing file or folder."""
-        info = location.info()
-        if info.type == pafs.FileType.NotFound and self._made.is_promised(location.path):
+        if self._made.is_promised(location.path):
             return pafs.FileInfo(location.path, pafs.FileType.Directory)
+        info = location.info()
         if info.type == pafs.FileType.NotFound:
             raise FileNotFoundError(f"there is no file or folder {location}")
         return info

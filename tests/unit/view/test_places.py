@@ -462,3 +462,39 @@ def test_copies_by_pickle_are_equal(tmp_path: Path, place: str, monkeypatch: pyt
     assert view != keytools.view(f"{begin}x.parquet", filesystem=below)
     with again.open(f"{begin}x.parquet") as file:
         assert pq.ParquetFile(file).metadata.num_rows == 3
+
+
+class Interrupted(LocalFileSystem):
+    """A local file system in which another thread does something while the folder `set` is looked for."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def info(self, path: str, **options: Any) -> Any:
+        try:
+            return super().info(path, **options)
+        finally:
+            if path.endswith("/set") and self.meanwhile is not None:
+                task, self.meanwhile = self.meanwhile, None
+                task()
+
+
+@pytest.mark.parametrize("action", ["open", "mkdir"])
+def test_threads_begin_partitions_of_a_new_folder_together(
+    tmp_path: Path, keytools: Keytools, action: str
+) -> None:
+    below = Interrupted(skip_instance_cache=True)
+    filesystem = keytools.filesystem(filesystem=below)
+    for part in "ab":
+        filesystem.mkdir(f"{tmp_path}/set/part={part}")
+
+    def write(part: str) -> None:
+        pq.write_table(TABLE.select(["x"]), f"{tmp_path}/set/part={part}/x.parquet", filesystem=filesystem)
+
+    below.meanwhile = lambda: write("a")
+    if action == "open":
+        write("b")
+    else:
+        filesystem.mkdir(f"{tmp_path}/set/part=c", create_parents=False)
+        write("c")
+    assert below.meanwhile is None
+    assert len(in_tree(tmp_path)) == 2
