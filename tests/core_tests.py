@@ -32,7 +32,7 @@ NEEDS_NEWER: dict[str, list[str]] = {
     "pyarrow before 23 neither writes nor finds external key material": [
         "tamper/test_attacks.py::test_pyarrow",
         "tamper/test_rotation_concurrency.py::test_eight_rotate_and_four_read",
-        "unit/arrow/test_call_counts.py::test_50_files_cost_6_wraps_and_6_unwraps[encryption_properties]",
+        "unit/tables/test_call_counts.py::test_50_files_cost_6_wraps_and_6_unwraps[encryption_properties]",
         "unit/rotation/test_rekeying.py::test_other_readers_read_it[external]",
         "unit/rotation/test_rotate.py::test_encoded_master_key_ids_stay_encoded[external]",
         "unit/rotation/test_rotate.py::test_everything_reads_when_the_old_version_is_disabled[external-*",
@@ -42,7 +42,7 @@ NEEDS_NEWER: dict[str, list[str]] = {
         "unit/rotation/test_rotate.py::test_to_another_kms[*-external]",
     ],
     "pyarrow before 21 does not encrypt all columns with the footer key": [
-        "unit/arrow/test_format_limits.py::test_as_many_as_there_are_ordinals_fit[*-pyarrow]",
+        "unit/tables/test_format_limits.py::test_as_many_as_there_are_ordinals_fit[*-pyarrow]",
         "unit/rotation/test_rotate.py::test_uniform_file_of_pyarrow",
     ],
     "pyarrow before 20 does not decrypt in several threads: decryption_properties is refused": [
@@ -56,8 +56,8 @@ NEEDS_NEWER: dict[str, list[str]] = {
         "tamper/test_prefix_boundary.py::test_a_prefix_of_bytes_in_every_reader",
         "tamper/test_reading.py::test_kek_of_another_key",
         "tamper/test_silent_failures.py::test_named_columns_are_columns",
-        "unit/arrow/test_call_counts.py::test_single_wrapping_with_plain_pyarrow",
-        "unit/arrow/test_metadata.py::test_offsets_are_those_of_the_encrypted_file_as_pyarrow_has_them",
+        "unit/tables/test_call_counts.py::test_single_wrapping_with_plain_pyarrow",
+        "unit/tables/test_metadata.py::test_offsets_are_those_of_the_encrypted_file_as_pyarrow_has_them",
     ],
     "pyarrow before 20 refuses to write two files with the same encryption properties": [
         "unit/cli/test_processes.py::test_files_that_share_keys_are_found_in_whatever_process",
@@ -71,7 +71,7 @@ NEEDS_NEWER: dict[str, list[str]] = {
         "unit/files/test_file_identities.py::test_what_a_filter_leaves_out_is_not_compared",
     ],
     "pyarrow before 20 gives a single file the columns of its folders' names": [
-        "unit/arrow/test_partition_types.py::test_a_list_of_files_has_them_too",
+        "unit/tables/test_partition_types.py::test_a_list_of_files_has_them_too",
     ],
     "pandas 3.1 takes no file system of fsspec 2024.2": [
         "unit/view/test_linked_folders.py::test_no_overwrite_empties_a_linked_partition[pandas-*",

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 import pyarrow as pa
 
 from parquet_keytools import audit
-from parquet_keytools.arrow import writing
-from parquet_keytools.arrow.file_writer import EncryptedParquetWriter, WriteResult
-from parquet_keytools.arrow.properties import ArrowEncryptor, decryption_properties
 from parquet_keytools.config.key_policy import MasterKeyReference, hash_key_reference, resolve_key
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration, HashKeySettings
@@ -35,6 +32,9 @@ from parquet_keytools.rotation.rotate import Rewrapping, master_key_id, plan_rot
 from parquet_keytools.runtime.presentation import Summarised, install_hint
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths
+from parquet_keytools.tables import writing
+from parquet_keytools.tables.file_writer import EncryptedParquetWriter, WriteResult
+from parquet_keytools.tables.properties import ArrowEncryptor, decryption_properties
 from parquet_keytools.view.plain_file import PlainFiles, PlainInput
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
     from pyspark.sql.types import StructType
 
-    from parquet_keytools.arrow.reading import Filters, ReadOptions, ReadRequest
+    from parquet_keytools.tables.reading import Filters, ReadOptions, ReadRequest
     from parquet_keytools.view.file_system import KeytoolsFileSystem
 
 
@@ -233,7 +233,7 @@ class Keytools(Summarised):
             KeytoolsError: Another subclass says what is wrong with a file or its keys.
             TypeError: An option does not exist, or `columns` is not a list of names.
         """
-        from parquet_keytools.arrow.reading import ReadOptions, ReadRequest, read_table
+        from parquet_keytools.tables.reading import ReadOptions, ReadRequest, read_table
 
         read_options = ReadOptions.parse(options, method="read_table")
         request = ReadRequest(columns, filters, table_name, aad_prefix)
@@ -326,7 +326,7 @@ class Keytools(Summarised):
             KeytoolsError: Another subclass says what is wrong with a file or its keys.
             TypeError: An option does not exist, or `columns` is not a list of names.
         """
-        from parquet_keytools.arrow.reading import ReadOptions, ReadRequest
+        from parquet_keytools.tables.reading import ReadOptions, ReadRequest
 
         read_options = ReadOptions.parse(options, method="dataset")
         request = ReadRequest(columns, filters, table_name, aad_prefix)
@@ -342,7 +342,7 @@ class Keytools(Summarised):
         paths: Sequence[str] | None,
         schema: pa.Schema | None,
     ) -> ds.Dataset:
-        from parquet_keytools.arrow.reading import open_dataset
+        from parquet_keytools.tables.reading import open_dataset
 
         reopen = partial(self._open_dataset, folder, request, options, partitioning)
         return open_dataset(self._keys, folder, request, options, partitioning, schema, paths, reopen)
@@ -376,7 +376,7 @@ class Keytools(Summarised):
             NotEncryptedError: The first file is not encrypted.
             KeytoolsError: Another subclass says what is wrong with the first file or its keys.
         """
-        from parquet_keytools.arrow.reading import scan_polars
+        from parquet_keytools.tables.reading import scan_polars
 
         location = FileLocation.resolve(path, filesystem)
         return scan_polars(
@@ -418,7 +418,7 @@ class Keytools(Summarised):
             KeytoolsError: Another subclass says what is wrong with the file or its keys.
             OSError: The file cannot be read, or is a folder.
         """
-        from parquet_keytools.arrow.reading import read_metadata
+        from parquet_keytools.tables.reading import read_metadata
 
         return read_metadata(self._keys, FileLocation.resolve(path, filesystem), table_name, aad_prefix)
 
@@ -441,7 +441,7 @@ class Keytools(Summarised):
         Raises:
             KeytoolsError: As with `metadata` and `dataset`.
         """
-        from parquet_keytools.arrow.reading import read_schema
+        from parquet_keytools.tables.reading import read_schema
 
         location = FileLocation.resolve_all(path, filesystem)
         return read_schema(self._keys, location, table_name, aad_prefix)

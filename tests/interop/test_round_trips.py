@@ -19,9 +19,9 @@ from faults import FaultyKms
 from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.properties import arrow_leaf_paths
 from parquet_keytools.demo import read_flights
 from parquet_keytools.errors import ConfigurationError, KmsAccessDeniedError, UnsupportedByArrowError
+from parquet_keytools.tables.properties import arrow_leaf_paths
 
 MASTER_KEYS = {"kf": b"0123456789012345", "kc1": b"1234567890123450", "kc2": b"1234567890123451"}
 MAGIC_ENCRYPTED_FOOTER = b"PARE"

@@ -46,19 +46,19 @@ LAYERS: dict[str, set[str]] = {
     # files as plain Parquet, and file systems of fsspec: encrypt what is written, decrypt what is read
     "view": GROUND | {"format", "storage", "encryption", "keys", "config", "files"},
     # pyarrow's encryption; shows columns that are null by a view
-    "arrow": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "view"},
+    "tables": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "view"},
     # master keys of files and data sets
     "rotation": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
     # a read-only file system over HTTP and S3, or mounted; the walk says which files belong to the data set
     "serve": GROUND | {"storage"},
     # encrypted tables of Iceberg; its keys and its streams know no Parquet
-    "iceberg": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "arrow", "view"},
+    "iceberg": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "tables", "view"},
     # Spark's own reader and writer, pipelines over data sets, and KEKs of Iceberg for its Java library
     "spark": GROUND
     | {"storage", "encryption", "kms", "keys", "config", "files", "conformance", "rotation", "iceberg"},
     # the facade
     "keytools": GROUND
-    | {"storage", "kms", "keys", "config", "files", "arrow", "conformance", "rotation", "spark", "view"},
+    | {"storage", "kms", "keys", "config", "files", "tables", "conformance", "rotation", "spark", "view"},
     # what fsspec finds by the entry point
     "fsspec_chain": {"errors", "keytools"},
     # what the command line needs beyond the facade
@@ -95,13 +95,13 @@ OUTSIDE: dict[str, list[str]] = {
     "google": ["kms/gcp/*.py"],
     "grpc": ["kms/gcp/*.py"],
     "mfusepy": ["serve/fuse_mount.py"],
-    "polars": ["arrow/reading.py"],
+    "polars": ["tables/reading.py"],
     "opentelemetry": ["telemetry.py"],
     "requests": ["kms/vault/*.py"],
     "urllib3": ["kms/vault/*.py"],
     "cryptography": ["encryption/aes.py", "keys/kek.py", "kms/*.py"],
     "pyarrow": [
-        "arrow/*.py",
+        "tables/*.py",
         "cli/file_work.py",
         "demo.py",
         "files/*.py",
@@ -113,10 +113,10 @@ OUTSIDE: dict[str, list[str]] = {
         "storage/*.py",
         "view/*.py",
     ],
-    "pyarrow.dataset": ["arrow/*.py"],
+    "pyarrow.dataset": ["tables/*.py"],
     # views decode columns that are shown as digests
-    "pyarrow.parquet": ["arrow/*.py", "demo.py", "iceberg/*.py", "view/digests.py"],
-    "pyarrow.parquet.encryption": ["arrow/*.py", "iceberg/*.py"],
+    "pyarrow.parquet": ["tables/*.py", "demo.py", "iceberg/*.py", "view/digests.py"],
+    "pyarrow.parquet.encryption": ["tables/*.py", "iceberg/*.py"],
     "pydantic": ["config/*.py", "kms/*.py"],
     "pydantic_core": ["config/*.py"],
     "py4j": ["spark/*.py"],

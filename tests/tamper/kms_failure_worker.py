@@ -34,8 +34,8 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption
 from faults import FAILURES, FaultyKms
 
-import parquet_keytools.arrow.reading
-import parquet_keytools.arrow.writing  # noqa: F401
+import parquet_keytools.tables.reading
+import parquet_keytools.tables.writing  # noqa: F401
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import KeytoolsError
 

@@ -22,8 +22,8 @@ import opentelemetry.trace  # noqa: F401
 import pyarrow as pa
 from rotation_case import TABLE, Case, passphrase, read_with_pyarrow
 
-import parquet_keytools.arrow.reading
-import parquet_keytools.arrow.writing  # noqa: F401
+import parquet_keytools.tables.reading
+import parquet_keytools.tables.writing  # noqa: F401
 from parquet_keytools.kms.keystore_file import KeystoreKms
 
 STOP = "stop"

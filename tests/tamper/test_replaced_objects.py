@@ -20,8 +20,8 @@ import pytest
 from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.file_systems import DelegatingHandler
 from parquet_keytools.errors import KeytoolsError
+from parquet_keytools.tables.file_systems import DelegatingHandler
 
 OWN = pa.table({"a": range(500), "b": ["of this file"] * 500})
 OTHER = pa.table({"a": range(500), "b": ["of another"] * 500})

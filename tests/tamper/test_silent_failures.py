@@ -13,7 +13,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow import file_systems
 from parquet_keytools.encryption import output_parts
 from parquet_keytools.errors import (
     AadPrefixError,
@@ -28,6 +27,7 @@ from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.tables import file_systems
 
 TABLE = pa.table({"a": [1, 2, 3, 4], "secret": ["x", None, "yy", "z"], "part": ["p", "q", "p", "q"]})
 

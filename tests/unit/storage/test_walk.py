@@ -18,11 +18,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools
-from parquet_keytools.arrow.file_systems import DelegatingHandler
 from parquet_keytools.errors import NoParquetFilesError, OutputError
 from parquet_keytools.storage import walk
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
+from parquet_keytools.tables.file_systems import DelegatingHandler
 
 
 @pytest.fixture

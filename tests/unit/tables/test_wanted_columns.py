@@ -13,10 +13,10 @@ import pytest
 from faults import FaultyKms
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.reading import columns_mentioned
 from parquet_keytools.errors import ColumnAccessDeniedError
 from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileMetaData
+from parquet_keytools.tables.reading import columns_mentioned
 
 KEYS = ("k0", "k1", "k2", "k3")
 MASTER_KEYS = {name: b"0123456789abcde" + name[-1:].encode() for name in ("kf", *KEYS)}

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from parquet_keytools import audit
-from parquet_keytools.arrow.properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.aad import (
     MAX_COUNT,
@@ -33,6 +32,7 @@ from parquet_keytools.storage.local_files import failing_as_output, refuse_in_ch
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import PendingOutput, pending_output, written_bytes
 from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.tables.properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
 
 _log = logging.getLogger(__name__)
 

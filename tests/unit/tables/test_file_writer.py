@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.writing import row_groups_of
 from parquet_keytools.errors import ConfigurationError, VisibleMetadataError
+from parquet_keytools.tables.writing import row_groups_of
 
 ROWS = 300
 DEEP = pa.list_(pa.field("element", pa.struct([("x", pa.float64()), ("tags", pa.map_(pa.string(), pa.int32()))])))
@@ -250,7 +250,7 @@ _MEMORY = """
 import resource, sys
 import numpy as np, pyarrow as pa, pyarrow.parquet as pq
 sys.path.insert(0, {tests!r})
-from unit.arrow.test_file_writer import tools
+from unit.tables.test_file_writer import tools
 
 schema = pa.schema([("name", pa.float64()), ("part", pa.int64())])
 numbers = np.random.default_rng(1).random(1_000_000)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
-from unit.arrow.test_file_writer import tools
+from unit.tables.test_file_writer import tools
 
 from parquet_keytools.storage.sources import ArrowSource
 

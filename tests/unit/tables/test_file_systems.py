@@ -11,10 +11,10 @@ import pyarrow.dataset as ds
 import pytest
 
 from parquet_keytools import Keytools
-from parquet_keytools.arrow import file_systems
-from parquet_keytools.arrow.file_systems import SourceInParts
 from parquet_keytools.errors import OutputError
 from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.tables import file_systems
+from parquet_keytools.tables.file_systems import SourceInParts
 
 CONTENT = bytes(range(100))
 

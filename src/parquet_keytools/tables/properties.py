@@ -18,7 +18,6 @@ import pyarrow.parquet.encryption as pe
 from pyarrow import fs as pafs
 
 from parquet_keytools import audit
-from parquet_keytools.arrow.file_systems import DelegatingHandler
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ChosenKey, ColumnPath
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
@@ -36,6 +35,7 @@ from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.tables.file_systems import DelegatingHandler
 
 _ARROW_KEK_LENGTH_BITS = 128
 """Arrow's KEKs have this length, whatever the length of the DEKs."""

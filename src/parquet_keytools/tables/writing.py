@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.arrow.file_systems import PendingHandler
-from parquet_keytools.arrow.file_writer import (
+from parquet_keytools.config.document import list_of_names
+from parquet_keytools.encryption.aad import refuse_more_than_ordinals
+from parquet_keytools.storage.local_files import failing_as_output, without_leftovers
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import written_bytes
+from parquet_keytools.storage.walk import all_files
+from parquet_keytools.tables.file_systems import PendingHandler
+from parquet_keytools.tables.file_writer import (
     MAX_ROW_GROUP_ROWS,
     EncryptedParquetWriter,
     Engine,
@@ -22,13 +28,7 @@ from parquet_keytools.arrow.file_writer import (
     whole_number,
     without_ours,
 )
-from parquet_keytools.arrow.properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
-from parquet_keytools.config.document import list_of_names
-from parquet_keytools.encryption.aad import refuse_more_than_ordinals
-from parquet_keytools.storage.local_files import failing_as_output, without_leftovers
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.outputs import written_bytes
-from parquet_keytools.storage.walk import all_files
+from parquet_keytools.tables.properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
 
 if TYPE_CHECKING:
     import pyarrow.dataset as ds
@@ -95,7 +95,7 @@ def as_dataset_source(data: Any) -> Any:
     # Not earlier: it imports pandas, where it is installed.
     import pyarrow.dataset as ds
 
-    from parquet_keytools.arrow.reading import EncryptedDataset
+    from parquet_keytools.tables.reading import EncryptedDataset
 
     if isinstance(data, EncryptedDataset):
         return data.scanner().to_reader()

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools import audit
-from parquet_keytools.arrow.file_systems import FOOTER_READ_BYTES, ViewHandler
 from parquet_keytools.config.document import did_you_mean, list_of_names, one_of
 from parquet_keytools.config.key_policy import ColumnPath
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
@@ -42,6 +41,7 @@ from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOutReason, ParquetFile, Unseen, data_set, raise_for_unseen
+from parquet_keytools.tables.file_systems import FOOTER_READ_BYTES, ViewHandler
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput
 

@@ -14,8 +14,8 @@ import pyarrow.dataset as ds
 import pytest
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.arrow.writing import as_stream
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.tables.writing import as_stream
 
 TABLE = pa.table({"a": range(50), "b": [f"text {number % 5}" for number in range(50)]})
 SOURCES: dict[str, Callable[[], Any]] = {

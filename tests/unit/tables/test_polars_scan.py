@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools
-from parquet_keytools.arrow.reading import PolarsSource
 from parquet_keytools.errors import DecryptionError, NotEncryptedError
+from parquet_keytools.tables.reading import PolarsSource
 
 TABLE = pa.table({"id": range(10), "name": [f"n{row}" for row in range(10)]})
 
