@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,9 @@ from parquet_keytools.files.opened_file import WithTail
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.rotation.file_keys import Tail, changed_while_rotated, check_unchanged
 from parquet_keytools.runtime.working_threads import in_threads
+from parquet_keytools.storage.local_files import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.s3_connection import CONCURRENT_PARTS, client_of, end_upload
+from parquet_keytools.storage.s3_connection import CONCURRENT_PARTS, client_of
 from parquet_keytools.storage.sources import open_source
 
 LEAST_PART_BYTES = 5 * 1024**2
@@ -32,6 +34,8 @@ LEAST_PART_BYTES = 5 * 1024**2
 
 PART_BYTES = 512 * 1024**2
 """The store copies several parts at a time. The maximum is 5 GiB."""
+
+_log = logging.getLogger("parquet_keytools.storage")
 
 _MOST_PARTS = 10_000
 _GONE = {"404", "NoSuchKey", "NotFound"}
@@ -204,7 +208,7 @@ def put_beginning_and(found: S3Object, beginning: int, data: bytes, check: Calla
             )
         except BaseException:
             # Parts of an unfinished upload cost money.
-            end_upload(client, place["Bucket"], place["Key"], upload_id)
+            _end_upload(client, place["Bucket"], place["Key"], upload_id)
             raise
 
 
@@ -291,3 +295,14 @@ def _md5(data: bytes) -> str:
 def _place(location: FileLocation) -> dict[str, str]:
     bucket, _, key = location.path.partition("/")
     return {"Bucket": bucket, "Key": key}
+
+
+def _end_upload(client: Any, bucket: str, key: str, upload_id: str) -> None:
+    """Abort an upload; warn if that is refused."""
+    try:
+        client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
+        if "NoSuchUpload" not in str(error):
+            warn_left_behind(
+                _log, f"the unfinished upload {upload_id} of {bucket}/{key} is left over, and cannot be ended"
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import io
 import itertools
 import logging
@@ -658,10 +657,6 @@ def remove_stored_leftovers(target: FileLocation) -> None:
         is_ours = info.type == pafs.FileType.File and parse_temporary_name(info.base_name) is not None
         if is_ours and _age_seconds(info) > DEAD_AFTER_SECONDS:
             remove_object(FileLocation(target.filesystem, info.path))
-    if target.is_in_s3 and importlib.util.find_spec("boto3") is not None:
-        from parquet_keytools.storage.s3_connection import end_dead_uploads
-
-        end_dead_uploads(target)
     SCANS.done(key, time.monotonic() - started)
 
 

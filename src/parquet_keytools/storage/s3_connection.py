@@ -1,24 +1,15 @@
-"""A boto3 client with the options and permissions of one of Arrow's S3 file systems.
-
-It aborts multipart uploads that killed processes left unfinished, which cost money.
-"""
+"""A boto3 client with the options and permissions of one of Arrow's S3 file systems."""
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Literal
 
 import boto3
 import botocore.config
-import botocore.exceptions
 from pyarrow import fs as pafs
-
-from parquet_keytools.storage.local_files import DEAD_AFTER_SECONDS, parse_temporary_name, warn_left_behind
-from parquet_keytools.storage.locations import FileLocation
 
 CONCURRENT_PARTS = 8
 """How many parts of an object are copied at a time."""
@@ -94,51 +85,3 @@ def _proxies(given: dict[str, Any]) -> dict[str, str]:
     user = f"{proxy['username']}:{proxy['password']}@" if proxy["username"] else ""
     address = f"{proxy['scheme']}://{user}{proxy['host']}:{proxy['port']}"
     return {"http": address, "https": address}
-
-
-_log = logging.getLogger(__name__)
-_MOST_UPLOADS = 1000
-_said_of: set[str] = set()
-
-
-def end_dead_uploads(target: FileLocation) -> None:
-    """Abort old uploads of temporary objects beside an object; warn of those that cannot be listed or aborted."""
-    filesystem = target.filesystem
-    if not isinstance(filesystem, pafs.S3FileSystem) or not can_reach(filesystem):
-        return
-    bucket, _, key = target.path.partition("/")
-    client = client_of(filesystem)
-    # The names of temporary objects begin with a dot.
-    prefix = f"{key[: len(key) - len(target.name)]}."
-    try:
-        answer = client.list_multipart_uploads(Bucket=bucket, Prefix=prefix, MaxUploads=_MOST_UPLOADS)
-    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
-        warn_left_behind(
-            _log,
-            f"unfinished uploads of the bucket {bucket} cannot be listed (s3:ListBucketMultipartUploads); if a "
-            "process was killed while it wrote there, have a lifecycle rule of the bucket end them",
-            is_logged=bucket not in _said_of,
-        )
-        _said_of.add(bucket)
-        return
-    for upload in answer.get("Uploads", ()):
-        is_ours = parse_temporary_name(upload["Key"].rpartition("/")[2]) is not None
-        if is_ours and age_seconds(upload) > DEAD_AFTER_SECONDS:
-            end_upload(client, bucket, upload["Key"], upload["UploadId"])
-
-
-def end_upload(client: Any, bucket: str, key: str, upload_id: str) -> None:
-    """Abort an upload; warn if that is refused."""
-    try:
-        client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
-    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
-        if "NoSuchUpload" not in str(error):
-            warn_left_behind(
-                _log, f"the unfinished upload {upload_id} of {bucket}/{key} is left over, and cannot be ended"
-            )
-
-
-def age_seconds(upload: dict[str, Any]) -> float:
-    """Return the age of an upload; 0 if the store does not report it."""
-    begun = upload.get("Initiated")
-    return (datetime.now(UTC) - begun).total_seconds() if isinstance(begun, datetime) else 0.0
