@@ -21,7 +21,9 @@ from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 
 _THROW_AWAY_KEY_LENGTH_BITS = 128
-_CHECK_SECONDS = 5.0
+_KEYS_AT_A_TIME = 32
+CHECK_SECONDS = 5.0
+"""How long `check` may take, with any number of master keys."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,18 @@ class MasterKeyCheck:
     backend: str
     version: str | None
     error: KmsError | None
+
+    @property
+    def outcome(self) -> str:
+        """`ok`, `failed`, or `not tried` if the time was over before."""
+        if self.error is None:
+            return "ok"
+        return "failed" if self.error.tries else "not tried"
+
+    @property
+    def text(self) -> str:
+        """The outcome, for people."""
+        return str(self.error) if self.outcome == "failed" else self.outcome
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ def named_master_keys(configuration: Configuration) -> dict[str, str]:
     }
 
 
-def with_short_timeout(configuration: Configuration, seconds: float = _CHECK_SECONDS) -> Configuration:
+def with_short_timeout(configuration: Configuration, seconds: float = CHECK_SECONDS) -> Configuration:
     """Return a configuration with a KMS timeout of at most `seconds`, for interactive use."""
     kms = configuration.kms
     # Copied only if necessary: a copy cannot be pickled for worker processes.
@@ -86,20 +100,30 @@ def with_short_timeout(configuration: Configuration, seconds: float = _CHECK_SEC
 
 
 def check_master_keys(configuration: Configuration, kms: KmsClient) -> list[MasterKeyCheck]:
-    """Wrap a random key with each master key that the configuration names, and unwrap it."""
+    """Wrap a random key with each master key that the configuration names, and unwrap it.
+
+    Some keys at a time, so that a client whose time is over (see `RemoteKmsClient.end_within`) has checked these.
+    """
     names = named_master_keys(configuration)
     identifiers = list(dict.fromkeys(names.values()))
+    outcomes: dict[str, tuple[str | None, KmsError | None]] = {}
+    for start in range(0, len(identifiers), _KEYS_AT_A_TIME):
+        outcomes |= _outcomes(kms, identifiers[start : start + _KEYS_AT_A_TIME])
+    return [
+        MasterKeyCheck(name, identifier, kms.backend, *outcomes[identifier]) for name, identifier in names.items()
+    ]
+
+
+def _outcomes(kms: KmsClient, identifiers: list[str]) -> dict[str, tuple[str | None, KmsError | None]]:
+    """Return, for each master key, the version that wrapped, and the failure."""
     keys = [SecretBytes.random(_THROW_AWAY_KEY_LENGTH_BITS) for _ in identifiers]
     wrapped = dict(zip(identifiers, kms.wrap_many(list(map(WrapRequest, keys, identifiers))), strict=True))
     requests = [UnwrapRequest(key, identifier) for identifier, key in wrapped.items() if isinstance(key, str)]
     unwrapped = dict(zip((r.master_key_id for r in requests), kms.unwrap_many(requests), strict=True))
-    outcomes = {
+    return {
         identifier: _outcome(kms, identifier, key, wrapped[identifier], unwrapped.get(identifier))
         for identifier, key in zip(identifiers, keys, strict=True)
     }
-    return [
-        MasterKeyCheck(name, identifier, kms.backend, *outcomes[identifier]) for name, identifier in names.items()
-    ]
 
 
 def _outcome(

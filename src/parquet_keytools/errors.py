@@ -301,6 +301,13 @@ class KmsResponseInvalidError(KmsError):
     default_hint = "Check that the configuration points to the right KMS, and proxies in between."
 
 
+def kms_failure(error: Exception) -> KmsError | None:
+    """Return the error of the KMS or its credentials that other files would have, too; None if there is none."""
+    causes = error.causes if isinstance(error, ColumnAccessDeniedError) else (error,)
+    ends = (KmsUnavailableError, KmsConfigurationError)
+    return next((cause for cause in causes if isinstance(cause, ends)), None)
+
+
 # --- errors of a file: its format, table, place, modules or keys ---
 
 

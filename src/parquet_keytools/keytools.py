@@ -662,7 +662,7 @@ class Keytools(Summarised):
         *,
         table_name: str | None = None,
         overwrite: bool = True,
-        skip_existing: bool = False,
+        skip_existing: conversion.SkipExisting = False,
         source_filesystem: Any = None,
         target_filesystem: Any = None,
         on_progress: conversion.Progress | None = None,
@@ -677,7 +677,9 @@ class Keytools(Summarised):
                 during the work.
             skip_existing: Whether to skip a target that is newer than the source, has the same rows, columns and
                 statistics, and is encrypted with the keys that the table wants now. The result says whether the
-                file was skipped.
+                file was skipped. `"unauthenticated"` needs no right to unwrap: it compares algorithm, AAD prefix
+                and the footer's master key, with a plaintext footer also rows, columns and their master keys, and
+                authenticates nothing.
             source_filesystem: A `pyarrow.fs` or fsspec file system.
             target_filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the number of bytes after each write, from any thread.

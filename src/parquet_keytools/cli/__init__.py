@@ -20,16 +20,24 @@ from typer.core import TyperGroup
 
 from parquet_keytools import __version__
 from parquet_keytools.cli import check, convert, iceberg, keys, keystore, rotate, serve, spark
-from parquet_keytools.cli.output import ExitStatus, error_text, say, status_of
+from parquet_keytools.cli.options import with_flags
+from parquet_keytools.cli.output import ExitStatus, error_text, say, set_arguments, status_of
+from parquet_keytools.runtime.fork_safety import someone_waiting
 
 
 class CommandGroup(TyperGroup):
     """All commands. Errors go to stderr, with a traceback only if `--debug` is given."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the arguments, and parse them."""
+        set_arguments(ctx, args)
+        return super().parse_args(ctx, with_flags(args))
+
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
         try:
-            return self._invoke(ctx)
+            with someone_waiting():
+                return self._invoke(ctx)
         except BrokenPipeError:
             _drop_output()
             raise typer.Exit(ExitStatus.NOBODY_READS) from None

@@ -29,11 +29,14 @@ from parquet_keytools.cli.options import (
 )
 from parquet_keytools.cli.output import (
     ExitStatus,
+    again,
     answer,
     json_wanted,
+    number_of,
     print_json,
     print_table,
     progress_bar,
+    say,
     status_of,
     terminal_width,
     to_dict,
@@ -90,8 +93,14 @@ def check_command(
         raise typer.BadParameter("a configuration is needed, or --schema.", param_hint="CONFIG")
 
     from parquet_keytools.config.loader import load_configuration
-    from parquet_keytools.configuration_check import check_columns, check_master_keys, with_short_timeout
+    from parquet_keytools.configuration_check import (
+        CHECK_SECONDS,
+        check_columns,
+        check_master_keys,
+        with_short_timeout,
+    )
     from parquet_keytools.keytools import Keytools
+    from parquet_keytools.kms.remote_client import RemoteKmsClient
 
     configuration = with_short_timeout(load_configuration(config))
     if table is not None:
@@ -99,6 +108,8 @@ def check_command(
     file = None if against is None else location_of(against, "--against")
     with nullcontext() if offline else Keytools(configuration) as keytools:
         kms = None if keytools is None else keytools.kms
+        if isinstance(kms, RemoteKmsClient):
+            kms.end_within(CHECK_SECONDS)
         columns = None if file is None else check_columns(configuration, file, table, aad_prefix, kms)
         master_keys = None if kms is None else check_master_keys(configuration, kms)
         if keytools is not None and not any(key.error for key in master_keys or ()):
@@ -113,7 +124,7 @@ def check_command(
                 "columns": columns,
                 "master_keys": None
                 if master_keys is None
-                else [to_dict(key) | {"outcome": "failed" if key.error else "ok"} for key in master_keys],
+                else [to_dict(key) | {"outcome": key.outcome} for key in master_keys],
             }
         )
     if columns is not None:
@@ -126,9 +137,14 @@ def check_command(
         print_table(
             "Master keys",
             ["name", "master key", "backend", "outcome", "version"],
-            [(k.name, k.master_key_id, k.backend, str(k.error or "ok"), k.version) for k in master_keys],
+            [(k.name, k.master_key_id, k.backend, k.text, k.version) for k in master_keys],
         )
-    status = max((status_of(key.error) for key in master_keys or () if key.error), default=ExitStatus.DONE)
+    failed = [key.error for key in master_keys or () if key.error and key.outcome == "failed"]
+    status = max(map(status_of, failed), default=ExitStatus.DONE)
+    if not_tried := sum(key.outcome == "not tried" for key in master_keys or ()):
+        of_all = number_of(len(master_keys or ()), "master key")
+        say(f"Not tried: {not_tried:,} of {of_all}, because {CHECK_SECONDS:g} seconds were over.")
+        status = max(status, ExitStatus.NO)
     if status is not ExitStatus.DONE:
         raise typer.Exit(status)
     answer(f"{config}: no mistakes." + (" The KMS was not called." if offline else ""))
@@ -225,10 +241,12 @@ def verify_command(
 
     Without a configuration, only rules that need no key are checked, and nothing is authenticated. With a
     configuration, every module is authenticated, and the file is compared with its table. A folder is checked as
-    one data set. The exit status is 0 only if everything could be checked and conforms.
+    one data set. The exit status is 0 only if everything could be checked and conforms, and 3 if the KMS cannot be
+    reached.
     """
     from parquet_keytools.cli.conformance_report import show_data_set, show_file
     from parquet_keytools.conformance import verification
+    from parquet_keytools.conformance.report import Verdict
     from parquet_keytools.keytools import Keytools
     from parquet_keytools.runtime.worker_processes import command_line_processes
 
@@ -255,10 +273,17 @@ def verify_command(
                     location, aad_prefix=aad_prefix, part_count=parts, on_progress=progress.count
                 )
             print_json(data_set.to_dict()) if json_wanted() else show_data_set(data_set)
-            conforms = data_set.conforms
+            if data_set.not_attempted:
+                say(
+                    f"Not attempted: {number_of(len(data_set.not_attempted), 'file')}, because the KMS "
+                    f"cannot be reached. When it can, repeat the command{again()}"
+                )
+            verdict, kms_is_unavailable = data_set.verdict, data_set.kms_is_unavailable
         else:
             report = verify_file(location, aad_prefix=aad_prefix)
             print_json(report.to_dict()) if json_wanted() else show_file(report)
-            conforms = report.conforms
-    if not conforms:
+            verdict, kms_is_unavailable = report.verdict, report.kms_is_unavailable
+    if verdict is Verdict.INCOMPLETE and kms_is_unavailable:
+        raise typer.Exit(ExitStatus.KMS_FAILED)
+    if verdict is not Verdict.CONFORMS:
         raise typer.Exit(ExitStatus.NO)

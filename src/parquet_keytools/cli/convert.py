@@ -19,6 +19,7 @@ from parquet_keytools.cli.options import (
     ProcessesOption,
     ReportOptions,
     SkipExistingOption,
+    SkipUnauthenticatedOption,
     SourceArgument,
     SourcesArgument,
     TableOption,
@@ -38,6 +39,7 @@ def encrypt_command(
     table: TableOption = None,
     overwrite: OverwriteOption = False,
     skip_existing: SkipExistingOption = False,
+    skip_unauthenticated: SkipUnauthenticatedOption = False,
     processes: ProcessesOption = None,
 ) -> None:
     """Encrypt a Parquet file, or all Parquet files of a folder.
@@ -45,17 +47,19 @@ def encrypt_command(
     Works page by page, without decoding values.
     """
     from parquet_keytools.cli.file_work import convert_files
+    from parquet_keytools.files.conversion import SkipExisting
     from parquet_keytools.files.table_check import TableCheck
 
+    skip: SkipExisting = "unauthenticated" if skip_unauthenticated else skip_existing
     with open_keytools(config) as keytools:
         table_name, _ = keytools.configuration.select_table(table)
         convert_files(
             sources,
             target,
             "encrypted",
-            partial(keytools.encrypt_file, table_name=table_name, skip_existing=skip_existing),
+            partial(keytools.encrypt_file, table_name=table_name, skip_existing=skip),
             overwrite=overwrite,
-            skip_existing=skip_existing,
+            skip_existing=skip,
             processes=processes,
             check=TableCheck(keytools.configuration, table_name).refuse_folder_names,
         )

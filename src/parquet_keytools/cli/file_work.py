@@ -16,6 +16,7 @@ from parquet_keytools.cli.output import (
     ExitStatus,
     Messages,
     ProgressBar,
+    again,
     answer,
     error_fields,
     error_text,
@@ -32,10 +33,11 @@ from parquet_keytools.errors import (
     KeytoolsError,
     KmsConfigurationError,
     WorkerProcessEndedError,
+    kms_failure,
 )
-from parquet_keytools.files.conversion import FilePlan, FileResult, PlannedFile, plan_files
+from parquet_keytools.files.conversion import FilePlan, FileResult, PlannedFile, SkipExisting, plan_files
 from parquet_keytools.runtime.presentation import printable
-from parquet_keytools.runtime.worker_processes import FileWorkers, command_line_processes
+from parquet_keytools.runtime.worker_processes import FileWorkers, UntilKmsFails, command_line_processes
 from parquet_keytools.storage.local_files import storage_failure
 from parquet_keytools.storage.locations import OBJECT_STORES
 
@@ -75,7 +77,7 @@ def convert_files(
     convert: Convert,
     *,
     overwrite: bool,
-    skip_existing: bool = False,
+    skip_existing: SkipExisting = False,
     check: Callable[[list[str]], object] = lambda _: None,
     processes: int | None = 1,
 ) -> None:
@@ -99,7 +101,7 @@ def convert_files(
         KeytoolsError: The plan is not possible, a single file failed, or the configuration fits no file.
     """
     started = time.monotonic()
-    may_exist = overwrite or skip_existing
+    may_exist = overwrite or bool(skip_existing)
     plan = plan_files(locations_of(sources, "SRC"), location_of(target, "DST"), overwrite=may_exist)
     check(plan.paths_in_folder)
     with progress_bar(plan.size_bytes) as progress:
@@ -116,7 +118,7 @@ def convert_files(
             raise
     if json_wanted():
         print_json(_document(work))
-    _tell(work, participle, time.monotonic() - started)
+    _tell(work, participle, time.monotonic() - started, unauthenticated=skip_existing == "unauthenticated")
     if work.failures or plan.unseen:
         raise typer.Exit(ExitStatus.NO if plan.unseen else status_of_all([error for _, error in work.failures]))
 
@@ -154,7 +156,7 @@ class _Work:
 
     @property
     def not_attempted(self) -> list[PlannedFile]:
-        """The files that were left when the file system failed."""
+        """The files that were left when the file system or the KMS failed."""
         return [file for number, file in enumerate(self.plan.files) if number not in self._outcomes]
 
     def run(self) -> None:
@@ -168,7 +170,9 @@ class _Work:
         numbered = list(enumerate(self.plan.files))
         small = sum(file.size_bytes <= _SMALL_BYTES for _, file in numbered[1:])
         # No progress within small files.
-        convert_small = partial(_converted, partial(self._convert, on_progress=None), self.plan.source_is_folder)
+        convert_small = UntilKmsFails(
+            partial(_converted, partial(self._convert, on_progress=None), self.plan.source_is_folder)
+        )
         with FileWorkers(convert_small, small, _SMALL_FILES_AT_A_TIME, visible=self._visible) as workers:
             # The first file alone: if the configuration is wrong, all would fail.
             self._one_by_one(convert, numbered[:1])
@@ -192,7 +196,9 @@ class _Work:
             self._take(number, file, outcome)
 
     def _take(self, number: int, file: PlannedFile, outcome: FileResult | Exception) -> None:
-        """Keep an outcome. If the storage fails, keep the first failure only: the other files were not attempted.
+        """Keep an outcome. If the storage or the KMS fails, keep the first failure only.
+
+        The other files were not attempted, or were attempted at the same time.
 
         Raises:
             Exception: A single file failed, or the others would fail, too.
@@ -204,7 +210,7 @@ class _Work:
             if isinstance(outcome, ConfigurationError | KmsConfigurationError) and not self._outcomes:
                 say(f"Stopped at the first of {number_of(len(self.plan.files), 'file')}, {file.source}.")
                 raise outcome
-            if storage_failure(outcome, file.target) is not None:
+            if storage_failure(outcome, file.target) or kms_failure(outcome):
                 if self._is_stopped:
                     return
                 self._is_stopped = True
@@ -241,7 +247,7 @@ def _document(work: _Work) -> dict[str, Any]:
     return document
 
 
-def _tell(work: _Work, participle: str, seconds: float) -> None:
+def _tell(work: _Work, participle: str, seconds: float, *, unauthenticated: bool = False) -> None:
     plan, results = work.plan, work.results
     left_out, failed = Messages("Left out"), Messages("Failed")
     # First the files that may be data, since they may be missed.
@@ -256,21 +262,23 @@ def _tell(work: _Work, participle: str, seconds: float) -> None:
     if not_attempted := work.not_attempted:
         say(
             f"Not attempted: {len(not_attempted):,} of {number_of(len(plan.files), 'file')}, because they would "
-            "fail, too. Solve the problem, then repeat the command with --skip-existing."
+            f"fail, too. Solve the problem, then repeat the command with --skip-existing{again('--skip-existing')}"
         )
     written = [result for result in results if not result.skipped]
     if copied := sum(result.copied for result in written):
         say(f"Copied as they are: {number_of(copied, 'file')} in plaintext, as `plaintext_files: allow` says.")
+    without_keys = " They were compared without keys: nothing was authenticated." if unauthenticated else ""
     size = size_text(sum(result.target_bytes for result in written))
     if not plan.source_is_folder:
         if not written:
-            answer(f"Skipped: {results[0].target} was made from {results[0].source} before.")
+            answer(f"Skipped: {results[0].target} was made from {results[0].source} before.{without_keys}")
             return
         answer(f"{participle.capitalize()} {results[0].source} to {results[0].target}: {size} in {seconds:.1f} s.")
         return
     total = len(plan.files) + len(plan.unseen)
     of_all = f"{len(written):,} of " if len(written) < total else ""
-    skipped = f" {len(results) - len(written):,} skipped, made before." if len(written) < len(results) else ""
+    skipped_files = len(results) - len(written)
+    skipped = f" {skipped_files:,} skipped, made before.{without_keys}" if skipped_files else ""
     answer(f"{participle.capitalize()} {of_all}{number_of(total, 'file')}: {size} in {seconds:.1f} s.{skipped}")
 
 

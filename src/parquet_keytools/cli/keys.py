@@ -33,6 +33,7 @@ from parquet_keytools.cli.output import (
     print_table,
     progress_bar,
     say,
+    status_of_all,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def keys_command(
         if table is not None:
             keytools.configuration.select_table(table)
         wanted = [wanted_key(keytools, text) for text in fail_if_uses or []]
-        tally = _KeysTally(wanted, same_master_key(keytools.kms))
+        tally = _KeysTally(wanted, same_master_key(keytools.kms), with_kms=keytools.kms is not None)
         with FilesDocument() as document:
             try:
                 with progress_bar() as progress:
@@ -99,8 +100,9 @@ def keys_command(
                 raise FileNotFoundError(errno.ENOENT, "no such file or folder", paths[0]) from error
             document.end(tally.document())
     tally.show()
-    if not (tally.nothing_is_used and tally.is_complete):
-        raise typer.Exit(ExitStatus.NO)
+    status = tally.status
+    if status is not ExitStatus.DONE:
+        raise typer.Exit(status)
 
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the secret in the configuration.")]
@@ -158,7 +160,12 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
             the `@`. Otherwise it would seem that nothing needs the key.
     """
     from parquet_keytools.config.document import did_you_mean, one_of
-    from parquet_keytools.errors import ConfigurationError, KmsError, MasterKeyNotFoundError
+    from parquet_keytools.errors import (
+        ConfigurationError,
+        KmsError,
+        KmsUnavailableError,
+        MasterKeyNotFoundError,
+    )
     from parquet_keytools.rotation.rewrapper import check_version
 
     names = keytools.configuration.master_keys
@@ -183,6 +190,8 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
             newest = keytools.kms.describe(master_key_id).current_version
         except MasterKeyNotFoundError as error:
             raise ConfigurationError(str(error)) from None
+        except KmsUnavailableError:
+            raise
         except KmsError:
             # A caller without the right to describe the key can still compare it with the files.
             pass
@@ -248,8 +257,11 @@ class _Need:
 class _KeysTally:
     """Counts the keys that files depend on, file by file."""
 
-    def __init__(self, wanted: list[WantedKey], same: SameMasterKey) -> None:
+    def __init__(self, wanted: list[WantedKey], same: SameMasterKey, *, with_kms: bool) -> None:
         self._same = same
+        self._with_kms = with_kms
+        self._refusals: dict[type[Exception], Exception] = {}
+        self._unknown_keys = 0
         self._needs = {key: _Need() for key in wanted}
         self._uses: dict[_KeyName, _Uses] = {}
         self._encrypted = self._plaintext = self._unreadable = self._misplaced = 0
@@ -265,7 +277,18 @@ class _KeysTally:
     @property
     def is_complete(self) -> bool:
         """Whether every file could be checked, and readers skip no encrypted file and refuse no folder."""
-        return not (self._unreadable or self._passed_over or self._misplaced)
+        return not (self._unreadable or self._passed_over or self._misplaced or self._refusals)
+
+    @property
+    def status(self) -> ExitStatus:
+        """The exit status: of the KMS if it could not be reached, or if nothing else is wrong."""
+        from parquet_keytools.errors import KmsUnavailableError
+
+        if KmsUnavailableError in self._refusals:
+            return ExitStatus.KMS_FAILED
+        if self._unreadable or self._passed_over or self._misplaced or not self.nothing_is_used:
+            return ExitStatus.NO
+        return status_of_all(list(self._refusals.values())) if self._refusals else ExitStatus.DONE
 
     def add(self, file: FileKeyUses) -> None:
         """Count the keys of a file."""
@@ -281,6 +304,10 @@ class _KeysTally:
             self._unreadable += 1
         else:
             self._encrypted += 1
+            self._unknown_keys += file.unknown is not None
+            # Without a configuration, keys inside encrypted footers are not asked for.
+            if file.unknown is not None and self._with_kms:
+                self._refusals.setdefault(type(file.unknown), file.unknown)
             self._misplaced += isinstance(file.unknown, FolderNameError)
         if file.unknown is not None and not file.is_passed_over:
             self._unknown.add_error(file.path, file.unknown)
@@ -310,7 +337,7 @@ class _KeysTally:
             "counts": {
                 "encrypted": self._encrypted,
                 "not_encrypted": self._plaintext,
-                "unknown_keys": len(self._unknown),
+                "unknown_keys": self._unknown_keys,
                 "unreadable": self._unreadable,
                 "skipped": len(self._passed_over),
             },
@@ -343,10 +370,12 @@ class _KeysTally:
             print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
         self._unknown.print()
         self._skipped.print()
-        if self._unknown:
-            rest = f"in {len(self._unknown):,} some keys could not be checked."
+        if self._unknown_keys:
+            rest = f"in {self._unknown_keys:,} some keys could not be checked."
         elif self._passed_over:
             rest = f"{len(self._passed_over):,} skipped."
+        elif self._unreadable:
+            rest = "all keys of the others are visible."
         else:
             rest = "all keys are visible."
         unreadable = f", {self._unreadable:,} that could not be checked" if self._unreadable else ""

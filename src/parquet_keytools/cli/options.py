@@ -49,6 +49,14 @@ def checked_aad_prefix(text: str | None) -> str | None:
     return text
 
 
+SKIP_UNAUTHENTICATED = "--skip-existing-unauthenticated"
+
+
+def with_flags(arguments: list[str]) -> list[str]:
+    """Return arguments with `--skip-existing=unauthenticated` as a flag: flags take no values."""
+    return [SKIP_UNAUTHENTICATED if text == "--skip-existing=unauthenticated" else text for text in arguments]
+
+
 SourceArgument = Annotated[
     str, typer.Argument(metavar="SRC", help="File or folder, or its URI, such as s3://bucket/folder.")
 ]
@@ -98,6 +106,15 @@ SkipExistingOption = Annotated[
         "--skip-existing",
         help="Skip files that an earlier run wrote: newer than their source, with the same columns, rows and "
         "statistics, under the same keys. Other existing files are errors, unless --overwrite replaces them.",
+    ),
+]
+SkipUnauthenticatedOption = Annotated[
+    bool,
+    typer.Option(
+        SKIP_UNAUTHENTICATED,
+        help="The same, for writers that may not unwrap keys; also --skip-existing=unauthenticated. Compares what "
+        "files show without keys: algorithm, AAD prefix and footer key, with a plaintext footer also rows and "
+        "columns. Nothing is authenticated.",
     ),
 ]
 JsonOption = Annotated[

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -16,15 +17,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, IntEnum
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import typer
+
+T = TypeVar("T")
 
 _STYLES = re.compile(r"(\x1b\[(?:0|1|3[1-7])m)")
 """The escape sequences of `typer.style`: bold, colours, and their end."""
 
 _json_wanted = ContextVar("json_wanted", default=False)
 _verbose = ContextVar("verbose", default=False)
+_arguments: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
 
 WIDTH_WITHOUT_TERMINAL = 160
 """Width of tables in columns; longer cells are wrapped, never cut."""
@@ -40,7 +44,12 @@ def set_verbose(context: typer.Context, wanted: bool) -> bool:
     return _set(_verbose, context, wanted)
 
 
-def _set(variable: ContextVar[bool], context: typer.Context, wanted: bool) -> bool:
+def set_arguments(context: typer.Context, arguments: Sequence[str]) -> None:
+    """Keep the arguments of a command until it ends, for `again`."""
+    _set(_arguments, context, tuple(arguments))
+
+
+def _set(variable: ContextVar[T], context: typer.Context, wanted: T) -> T:
     token = variable.set(wanted)
     context.call_on_close(lambda: variable.reset(token))
     return wanted
@@ -96,6 +105,17 @@ def size_text(size_bytes: float) -> str:
         size_bytes /= 1000
         units.pop(0)
     return f"{size_bytes:,.0f} bytes" if units[0] == "bytes" else f"{size_bytes:,.1f} {units[0]}"
+
+
+def again(*more: str) -> str:
+    """Return how to repeat this command with more arguments, as the end of a sentence."""
+    arguments = _arguments.get()
+    # A URI may contain credentials.
+    if not arguments or any("@" in text and "://" in text for text in arguments):
+        return "."
+    added = [option for option in more if not any(text.startswith(option) for text in arguments)]
+    command = ["parquet-keytools", *arguments, *added]
+    return f": {shlex.join(command)}"
 
 
 # --- messages about many files ---

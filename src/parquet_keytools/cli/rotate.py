@@ -145,7 +145,7 @@ class _Run:
     def end(self, report: RotationReport, *, is_rotation: bool) -> None:
         """Complete the JSON document."""
         summary: dict[str, Any] = {
-            "complete": report.stopped_by is None,
+            "complete": report.succeeded,
             "dry_run": report.dry_run,
             "counts": {outcome.value: number for outcome, number in report.counts.items()},
             "bytes_written": report.bytes_written,

@@ -349,6 +349,7 @@ class FileReport(Summarised):
             `column footer`.
         table: The table that it was compared with; None where there is none, or none of several was named.
         asked_for: Ids of rules that must be answered even without keys: the caller asked for them.
+        kms_is_unavailable: Whether keys are missing because the KMS could not be reached.
     """
 
     path: str
@@ -359,6 +360,7 @@ class FileReport(Summarised):
     denied: Mapping[str, str] = field(default_factory=dict)
     asked_for: frozenset[str] = frozenset()
     table: str | None = None
+    kms_is_unavailable: bool = False
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -413,12 +415,19 @@ class DataSetReport(Summarised):
         files: What was found in each.
         rules: What became of each rule of a data set.
         left_out: Path of what else is in the folder -> why it was not looked at.
+        not_attempted: Paths of the files that were not checked because the KMS could not be reached.
     """
 
     path: str
     files: tuple[FileReport, ...]
     rules: tuple[RuleResult, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    not_attempted: tuple[str, ...] = ()
+
+    @property
+    def kms_is_unavailable(self) -> bool:
+        """Whether keys are missing because the KMS could not be reached."""
+        return any(report.kms_is_unavailable for report in self.files)
 
     @property
     def verdict(self) -> Verdict:
@@ -451,6 +460,7 @@ class DataSetReport(Summarised):
             "files": document_of(self.files),
             "rules": document_of(self.rules),
             "left_out": dict(self.left_out),
+            "not_attempted": list(self.not_attempted),
         }
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -28,12 +28,19 @@ from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import Envelope, FooterColumn, FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
-from parquet_keytools.errors import DecryptionError, KeytoolsError, NotEncryptedError, ParquetFormatError
+from parquet_keytools.errors import (
+    DecryptionError,
+    KeytoolsError,
+    KmsUnavailableError,
+    NotEncryptedError,
+    ParquetFormatError,
+    without_frames,
+)
 from parquet_keytools.files.conversion import FileResult, plaintext_output, refuse_same_file
 from parquet_keytools.files.conversion import Progress as SalvageProgress
 from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.opened_file import check_column_keys, check_footer_key, refuse_ctr
+from parquet_keytools.files.opened_file import check_column_keys, check_footer_key, open_files, refuse_ctr
 from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
@@ -65,6 +72,9 @@ class RetrieverFinder(FileKeyRetriever):
 
 
 _SMALL_FILES_AT_A_TIME = 8
+_FILES_PER_REQUEST = 100
+"""For how many files keys are unwrapped together."""
+
 _SMALL_BYTES = 4 << 20
 """Larger files are read by one request after the other anyway, and keep several threads busy each."""
 
@@ -123,10 +133,17 @@ def verify_folder(
     locations = {file.location.path_within(folder): file.location for file in files}
 
     def read_again(names: Collection[str], part: NoncePart) -> Iterator[tuple[str, FileNonces | None]]:
-        return ((name, verify(locations[name], nonce_part=part)[1].nonces) for name in names)
+        return ((name, verify.look_at(locations[name], nonce_part=part)[1].nonces) for name in names)
 
     nonces = SharedNonces(read_again)
-    for location, (report, facts) in _verified(files, verify, visible=folder.is_for_all_processes):
+    not_attempted: list[str] = []
+    for location, outcome in _verified(files, verify, visible=folder.is_for_all_processes):
+        if isinstance(outcome, KmsUnavailableError):
+            unavailable = replace(_unreadable(str(location), f"not attempted: {outcome}"), kms_is_unavailable=True)
+            reports.append(unavailable)
+            not_attempted.append(str(location))
+            continue
+        report, facts = outcome
         reports.append(report)
         name = location.path_within(folder)
         if facts.nonces is not None:
@@ -142,6 +159,7 @@ def verify_folder(
         [entry for entry in found if isinstance(entry, LeftOut)],
         [entry for entry in found if isinstance(entry, Unseen)],
         part_count=part_count,
+        not_attempted=not_attempted,
     )
 
 
@@ -157,7 +175,52 @@ class MemberVerifier:
     def __reduce__(self) -> tuple[Any, ...]:
         return _verifier_in_worker, (self._keys, self._table_name, self._aad_prefix, fingerprint_key())
 
-    def __call__(
+    def prepare(self, locations: Sequence[FileLocation]) -> None:
+        """Unwrap the keys of files with two requests to the KMS. The files are verified afterwards, one by one.
+
+        A file that cannot be opened has its keys unwrapped when it is verified: it must not hold up the others.
+        """
+        keys, kms_keys = self._keys, self._kms_keys
+        if keys is None or keys.kms is None or kms_keys is None or kms_keys.unavailable is not None:
+            return
+        try:
+            opened = open_files(
+                locations,
+                kms_keys,
+                keys.data_keys,
+                aad_prefix_of=lambda location, stored: keys.expected_aad_prefix(
+                    location, self._table_name, self._aad_prefix, stored
+                ),
+                table_check=self._table,
+                allow_plaintext=True,
+                wanted=lambda _: (),
+            )
+        except (KeytoolsError, OSError, UnicodeError):
+            if len(locations) > 1:
+                half = len(locations) // 2
+                self.prepare(locations[:half])
+                self.prepare(locations[half:])
+            return
+        kms_keys.fetch(material for file in opened for material in file.column_materials())
+
+    @property
+    def _table(self) -> TableCheck | None:
+        """The table of the files; None if there is none, or several and none is named."""
+        assert self._keys is not None
+        one = self._table_name is not None or len(self._keys.configuration.tables) == 1
+        return self._keys.table_check(self._table_name) if one else None
+
+    def __call__(self, location: FileLocation, threads: int = 2) -> tuple[FileReport, FileFacts]:
+        """Verify a file of a folder; see `look_at`.
+
+        Raises:
+            KmsUnavailableError: The KMS could not be reached for an earlier file.
+        """
+        if self._kms_keys is not None and self._kms_keys.unavailable is not None:
+            raise without_frames(self._kms_keys.unavailable)
+        return self.look_at(location, threads)
+
+    def look_at(
         self, location: FileLocation, threads: int = 2, nonce_part: NoncePart | None = None
     ) -> tuple[FileReport, FileFacts]:
         """Verify a file of a folder: one that cannot be read must not hide what is wrong with the others."""
@@ -180,7 +243,10 @@ class MemberVerifier:
             with audit.about(location), open_source(location) as source:
                 finder = finder_of(self._keys, location, self._kms_keys)
                 expectation = self._expectation(source, location)
-                return verify_source(source, finder, expectation, threads=threads, nonce_part=nonce_part)
+                report, facts = verify_source(source, finder, expectation, threads=threads, nonce_part=nonce_part)
+                if report.denied and self._kms_keys is not None and self._kms_keys.unavailable is not None:
+                    report = replace(report, kms_is_unavailable=True)
+                return report, facts
         except PermissionError as error:
             return _unreadable(str(location), error.strerror or "permission denied"), FileFacts()
         except ParquetFormatError as error:
@@ -193,7 +259,7 @@ class MemberVerifier:
             prefix = None if aad_prefix is None else ExpectedAadPrefix.of(aad_prefix)
             return Expectation(prefix, path=location.path)
         number = len(keys.configuration.tables)
-        table = None if table_name is None and number != 1 else keys.table_check(table_name)
+        table = self._table
         return Expectation(
             aad_prefix=expected_prefix(keys, source, location, table_name, aad_prefix),
             allow_plaintext=keys.configuration.reading.plaintext_files == "allow",
@@ -212,27 +278,53 @@ def _verifier_in_worker(
 
 def _verified(
     files: Sequence[ParquetFile], verify: MemberVerifier, *, visible: bool
-) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts]]]:
+) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts] | KmsUnavailableError]]:
     """Yield the files, in their order, with what `verify` says of them; small ones are verified ahead.
+
+    When the KMS cannot be reached, the files that were not begun have its error.
 
     The threads of a large file share its pages. Of small files some are verified at a time, one thread each: they
     wait for a disk or a store together.
     """
     small = sum(file.size_bytes <= _SMALL_BYTES for file in files[1:])
     one_thread_each = partial(verify, threads=1)
-    with FileWorkers(one_thread_each, small, _SMALL_FILES_AT_A_TIME, visible=visible) as workers:
+    unavailable: KmsUnavailableError | None = None
+
+    def prepared(locations: Iterator[FileLocation]) -> Iterator[FileLocation]:
+        # Worker processes prepare their own files.
+        while batch := list(islice(locations, _FILES_PER_REQUEST)):
+            if workers.processes == 1 and unavailable is None:
+                verify.prepare(batch)
+            yield from batch
+
+    with FileWorkers(
+        one_thread_each, small, _SMALL_FILES_AT_A_TIME, visible=visible, prepare=verify.prepare
+    ) as workers:
         # The first alone: it finds what is wrong with the configuration, and fetches shared keys.
         for is_small, group in groupby(
             files, lambda file: file is not files[0] and file.size_bytes <= _SMALL_BYTES
         ):
             locations = (file.location for file in group)
-            if not is_small:
-                yield from ((location, verify(location)) for location in locations)
+            if unavailable is not None:
+                yield from ((location, unavailable) for location in locations)
                 continue
-            for location, outcome in workers.outcomes(locations):
-                if isinstance(outcome, Exception):
+            outcomes = workers.outcomes(prepared(locations)) if is_small else _one_by_one(verify, locations)
+            for location, outcome in outcomes:
+                if isinstance(outcome, KmsUnavailableError):
+                    unavailable = outcome
+                elif isinstance(outcome, Exception):
                     raise outcome
                 yield location, outcome
+
+
+def _one_by_one(
+    verify: MemberVerifier, locations: Iterable[FileLocation]
+) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts] | Exception]]:
+    for location in locations:
+        try:
+            yield location, verify(location)
+        except KmsUnavailableError as error:
+            yield location, error
 
 
 def folder_report(
@@ -244,6 +336,7 @@ def folder_report(
     unseen: Sequence[Unseen],
     *,
     part_count: int | None = None,
+    not_attempted: Sequence[str] = (),
 ) -> DataSetReport:
     """Check what was found in the files of a folder, wherever that was, and what else is in it."""
     unreadable = [_unreadable(entry.path, entry.reason) for entry in unseen]
@@ -257,6 +350,7 @@ def folder_report(
             part_count=part_count,
         ),
         {left.path: left.reason for left in left_out},
+        tuple(not_attempted),
     )
 
 

@@ -7,19 +7,28 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
+from typing import Literal
 
 from pyarrow import fs as pafs
 
 from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.footer import Footer, read_footer
+from parquet_keytools.encryption.footer import Footer, read_envelope, read_footer
+from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, KmsError, OutputError
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
-from parquet_keytools.files.opened_file import FileIdentities, as_verified, naming_place
+from parquet_keytools.files.opened_file import (
+    FileIdentities,
+    as_verified,
+    check_column_keys,
+    check_footer_key,
+    naming_place,
+)
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
-from parquet_keytools.files.table_check import partition_names
+from parquet_keytools.files.table_check import TableCheck, partition_names
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.structs import ColumnMetaData
+from parquet_keytools.keys.key_wrapping import FileKeyRetriever
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.outputs import (
@@ -33,6 +42,9 @@ from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, all_files, data_set, file_or_folder
 
 _COPIED_BYTES = 1 << 20
+
+SkipExisting = bool | Literal["unauthenticated"]
+"""Whether results of an earlier run are skipped; `unauthenticated` compares what they show without keys."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes after each write, from any thread."""
@@ -67,13 +79,16 @@ def encrypt_file(
     on_progress: Progress | None = None,
     *,
     overwrite: bool = True,
-    skip_existing: bool = False,
+    skip_existing: SkipExisting = False,
     threads: int = 2,
 ) -> FileResult:
     """Encrypt a plaintext file; see `Keytools.encrypt_file`."""
     refuse_same_file(source, target)
     opens_target = partial(encrypted_contents, keys, table_name=table_name)
-    if skip_existing and is_there_already(source, target, plaintext_contents, opens_target, overwrite=overwrite):
+    is_same = partial(_same, source, target, plaintext_contents, opens_target)
+    if skip_existing == "unauthenticated":
+        is_same = partial(_shows_the_same, keys, source, target, table_name)
+    if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite):
         return _skipped(source, target)
     with (
         open_source(source) as opened_source,
@@ -103,7 +118,8 @@ def decrypt_file(
     opens_source = partial(
         encrypted_contents, keys, table_name=table_name, aad_prefix=aad_prefix, or_allowed_plaintext=True
     )
-    if skip_existing and is_there_already(source, target, opens_source, plaintext_contents, overwrite=overwrite):
+    is_same = partial(_same, source, target, opens_source, plaintext_contents)
+    if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite):
         return _skipped(source, target)
     (opened,) = keys.open_files([source], table_name, aad_prefix, identities=identities, holds_metadata=True)
     opened.refuse_denied(None)
@@ -143,7 +159,8 @@ def rekey_file(
     refuse_same_file(source, target)
     opens_source = partial(encrypted_contents, keys, table_name=table_name, aad_prefix=aad_prefix)
     opens_target = partial(encrypted_contents, new_keys, table_name=new_table_name)
-    if skip_existing and is_there_already(source, target, opens_source, opens_target, overwrite=overwrite):
+    is_same = partial(_same, source, target, opens_source, opens_target)
+    if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite):
         return _skipped(source, target)
     (opened,) = keys.open_files([source], table_name, aad_prefix, holds_metadata=True)
     opened.refuse_unencrypted()
@@ -287,18 +304,14 @@ def encrypted_contents(
 
 
 def is_there_already(
-    source: FileLocation, target: FileLocation, opens_source: Open, opens_target: Open, *, overwrite: bool
+    source: FileLocation, target: FileLocation, is_same: Callable[[], bool], *, overwrite: bool
 ) -> bool:
     """Return whether a conversion was done before: the target is newer than the source, and their footers agree.
-
-    The comparison covers schema, rows, and the type, codec, encodings, number of values and statistics of each
-    column chunk, authenticated if a file is encrypted. It does not cover values.
 
     Args:
         source: The file to convert.
         target: The result.
-        opens_source: Reads the footer of the source.
-        opens_target: Reads the footer of the target; fails if the conversion would make another kind of file.
+        is_same: Compares the footers; called if the target is newer.
         overwrite: Whether any other target will be replaced.
 
     Raises:
@@ -312,7 +325,7 @@ def is_there_already(
     made, changed = info.mtime_ns, source.info().mtime_ns
     # Without times, the source may be newer.
     is_newer = made is not None and changed is not None and made >= changed
-    if is_newer and _same(opens_source(source), target, opens_target):
+    if is_newer and is_same():
         return True
     if not overwrite:
         raise OutputError(
@@ -322,24 +335,65 @@ def is_there_already(
     return False
 
 
-def _same(source: Contents, target: FileLocation, opens_target: Open) -> bool:
+def _same(source: FileLocation, target: FileLocation, opens_source: Open, opens_target: Open) -> bool:
+    """Return whether the footers of two files agree.
+
+    The comparison covers schema, rows, and the type, codec, encodings, number of values and statistics of each
+    column chunk, authenticated if a file is encrypted. It does not cover values.
+
+    Args:
+        source: The file to convert.
+        target: The result.
+        opens_source: Reads the footer of the source.
+        opens_target: Reads the footer of the target; fails if the conversion would make another kind of file.
+    """
+    contents = opens_source(source)
     try:
         found = opens_target(target)
-        return _description(source) == _description(found)
+        return _description(contents) == _description(found)
     except (KmsError, ColumnAccessDeniedError):
         raise
     except KeytoolsError:
         return False
 
 
+def _shows_the_same(keys: KeyService, source: FileLocation, target: FileLocation, table_name: str | None) -> bool:
+    """Return whether an encrypted file shows without keys what encrypting the source would make.
+
+    The comparison covers algorithm, AAD prefix and the footer's master key; with a plaintext footer also schema,
+    rows, and which column is under which key. Nothing is authenticated: anyone may have written the target.
+    """
+    footer = plaintext_contents(source).footer
+    check, retriever = keys.table_check(table_name), FileKeyRetriever(keys.kms_keys(), keys.data_keys, target)
+    assert check is not None
+    try:
+        with open_source(target) as opened:
+            envelope = read_envelope(opened)
+        if envelope.mode is FooterMode.UNENCRYPTED or envelope.mode is not _mode_of(check):
+            return False
+        check_footer_key(check, str(target), envelope, retriever)
+        envelope.file_aads(keys.expected_aad_prefix(target, table_name, None, envelope.aad_prefix))
+        visible = envelope.unverified_footer()
+        if visible is not None:
+            check_column_keys(check, str(target), visible, retriever)
+    except KeytoolsError:
+        return False
+    return visible is None or _shape(visible) == _shape(footer)
+
+
+def _mode_of(check: TableCheck) -> FooterMode:
+    return FooterMode.PLAINTEXT_FOOTER if check.settings.plaintext_footer else FooterMode.ENCRYPTED_FOOTER
+
+
+def _shape(footer: Footer) -> tuple[object, ...]:
+    return footer.metadata.num_rows, footer.leaves, [group.num_rows for group in footer.row_groups]
+
+
 def _description(contents: Contents) -> tuple[object, ...]:
     footer = contents.footer
-    rows = [group.num_rows for group in footer.row_groups]
     chunks = footer.column_metadata(contents.deks)
     return (
-        footer.metadata.num_rows,
-        footer.leaves,
-        rows,
+        *_shape(footer),
         {place: _of_chunk(metadata) for place, metadata in chunks.items()},
     )
 

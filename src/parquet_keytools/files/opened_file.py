@@ -31,6 +31,7 @@ from parquet_keytools.errors import (
     KeyMaterialError,
     KeyNotAvailableError,
     KeytoolsError,
+    KmsConfigurationError,
     NotEncryptedError,
     ParquetFormatError,
     ReusedKeysError,
@@ -137,6 +138,14 @@ class OpenedFile:
         if not self.is_encrypted:
             raise NotEncryptedError(f"{self.location} is not encrypted.")
 
+    def column_materials(self) -> Iterator[KeyMaterial]:
+        """Yield the key material of each column key, as far as it is valid."""
+        for column in _with_own_key(self.footer.columns):
+            with contextlib.suppress(KeytoolsError):
+                material = self.retriever.material(column.key_metadata)
+                if material is not None:
+                    yield material
+
     def columns_named(self, name: str) -> list[FooterColumn]:
         """Return the leaf columns that a name in a projection means; see `columns_named`."""
         return columns_named(self.footer.columns, name)
@@ -152,6 +161,7 @@ class OpenedFile:
 
         Raises:
             ColumnAccessDeniedError: Keys are unavailable.
+            KmsConfigurationError: The KMS does not accept the credentials.
             ParquetFormatError: The metadata of a column is damaged.
         """
         wanted = (
@@ -168,12 +178,13 @@ class OpenedFile:
             raise self.denial(denied, hint=hint)
 
     def denial(self, paths: Sequence[tuple[str, ...]], *, hint: str = "") -> KeytoolsError:
-        """Return the error for columns in `denied`: their damage, or `ColumnAccessDeniedError`."""
+        """Return the error for columns in `denied`: damage, wrong credentials, or `ColumnAccessDeniedError`."""
         causes = [self.denied[path] for path in paths]
         # Invalid metadata is not a matter of keys, and is never hidden. A failed authentication may be: the key or
-        # the bytes may be wrong.
+        # the bytes may be wrong. Credentials that expired are not a matter of columns.
         for cause in causes:
-            if isinstance(cause, ParquetFormatError) and not isinstance(cause, KeyMaterialError):
+            is_damage = isinstance(cause, ParquetFormatError) and not isinstance(cause, KeyMaterialError)
+            if is_damage or isinstance(cause, KmsConfigurationError):
                 return cause.with_traceback(None)
         return ColumnAccessDeniedError([".".join(path) for path in paths], causes, hint=hint)
 

@@ -12,6 +12,7 @@ from parquet_keytools.errors import (
     KeyNotAvailableError,
     KeytoolsError,
     KmsError,
+    KmsUnavailableError,
     MasterKeyDisabledError,
     value_or_raise,
 )
@@ -178,6 +179,7 @@ class KmsKeys:
 
     Attributes:
         answers: (wrapped key, master key id as written in the file) -> the key, or the error.
+        unavailable: The error of a KMS that could not be reached, which further calls would have, too; or None.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class KmsKeys:
         self._cache_lifetime_seconds = cache_lifetime_seconds
         self._known = known or {}
         self.answers: dict[tuple[str, str], SecretBytes | KeytoolsError] = {}
+        self.unavailable: KmsUnavailableError | None = None
         self._keks: dict[tuple[str, str], Kek] = {}
 
     @property
@@ -215,6 +218,7 @@ class KmsKeys:
         if missing:
             found = self._unwrapper.kms_keys(list(missing.values()), self._cache_lifetime_seconds)
             self.answers.update(zip(missing, found, strict=True))
+            self.unavailable = next((one for one in found if isinstance(one, KmsUnavailableError)), None)
 
     def deks(self, materials: Sequence[KeyMaterial]) -> list[SecretBytes | KeytoolsError]:
         """Return the DEK of each key material, or the error."""

@@ -33,7 +33,7 @@ from parquet_keytools.errors import (
     without_frames,
 )
 from parquet_keytools.kms.client import KmsClient, KmsSettings, outcome_name
-from parquet_keytools.kms.transport import connection_failure
+from parquet_keytools.kms.transport import REFUSED, connection_failure
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, PerProcess, SharedWork
 
 S = TypeVar("S")
@@ -48,6 +48,9 @@ _FIRST_PAUSE_SECONDS: dict[type[KmsError], float] = {
     KmsThrottledError: 0.1,
     KmsResponseInvalidError: 0.02,
 }
+
+_REFUSED_SECONDS = 10.0
+"""How long commands retry refused connections: nothing listens there, and someone waits."""
 
 _LONGEST_SLEEP_SECONDS = 0.25
 """A thread that pauses notices within this time that its operation was cancelled."""
@@ -65,7 +68,8 @@ class RemoteKmsSettings(KmsSettings):
 
     Attributes:
         call_timeout_seconds: Timeout of one attempt, including the connection.
-        timeout_seconds: How long an operation waits for an answer of the KMS, in all attempts of all its calls.
+        timeout_seconds: How long an operation waits for an answer of the KMS, in all attempts of all its calls; at
+            most 10 seconds in a command whose connections are refused.
         max_tries: Maximum number of attempts of a call.
         max_concurrent_calls: Maximum number of calls at a time.
         max_calls_per_second: Maximum number of calls started per second; None for no limit.
@@ -129,8 +133,9 @@ class Time:
 class RemoteKmsClient(KmsClient):
     """A KMS across a network. Hooks send their requests with `_operation`.
 
-    Throttled calls, and calls to a KMS that cannot be reached, are retried until the deadline of the operation, or
-    until `max_tries` are used up. A call with an invalid answer is attempted three times. Other errors are final.
+    Throttled calls, and calls to a KMS that cannot be reached, are retried until the deadline of the operation, in
+    commands for 10 seconds if connections are refused, or until `max_tries` are used up. A call with an invalid
+    answer is attempted three times. Other errors are final.
     """
 
     address_setting: ClassVar[str] = "url"
@@ -144,6 +149,11 @@ class RemoteKmsClient(KmsClient):
         self.limits = limits
         self._time = time_source or Time()
         self._traffic = PerProcess(lambda: _Traffic(limits))
+        self._end = math.inf
+
+    def end_within(self, seconds: float) -> None:
+        """Let all later operations together take at most `seconds`; others then fail with `tries` 0."""
+        self._end = self._time.clock() + seconds
 
     def close(self) -> None:
         """Close threads and connections. Calls under way finish; later calls make new ones."""
@@ -176,7 +186,8 @@ class RemoteOperation:
         self._limits = client.limits
         self._traffic = traffic
         self._time = time_source
-        self._deadline = time_source.clock() + client.limits.timeout_seconds
+        self._refused_until = math.inf
+        self._wait_for_answer()
         self._last_failure: type[KmsError] = KmsUnavailableError
         self._is_cancelled = False
 
@@ -273,8 +284,10 @@ class RemoteOperation:
     def _turn(self) -> Iterator[KmsError | None]:
         """Hold one of the process's calls at a time in a block, or yield why the call must not be sent."""
         if self._is_cancelled or self._seconds_left() <= 0:
-            seconds = self._limits.timeout_seconds
-            yield self._last_failure(f"not attempted: the KMS answered no call for {seconds:g} seconds")
+            now = self._time.clock()
+            silence = f"the KMS answered no call for {now - self._waits_since:.3g} seconds"
+            is_over = now >= self._client._end
+            yield self._last_failure(f"not attempted: {'the time for all calls is over' if is_over else silence}")
             return
         # Only `max_calls_per_second` makes a call wait that the KMS did not delay.
         kind = self._last_failure if self._limits.max_calls_per_second is None else KmsThrottledError
@@ -302,13 +315,20 @@ class RemoteOperation:
             return answer
         if isinstance(failure, (KmsUnavailableError, KmsThrottledError)):
             self._last_failure = type(failure)
+            if SharedWork.someone_waits and failure.detail.startswith(REFUSED):
+                self._refused_until = min(self._refused_until, self._time.clock() + _REFUSED_SECONDS)
         elif not isinstance(failure, KmsConfigurationError):  # which may have been found before anything was sent
             self._note_answer()
         return without_frames(failure)
 
     def _note_answer(self) -> None:
-        self._deadline = self._time.clock() + self._limits.timeout_seconds
+        self._wait_for_answer()
         self._traffic.has_warned = False
+
+    def _wait_for_answer(self) -> None:
+        self._waits_since = self._time.clock()
+        self._deadline = self._waits_since + self._limits.timeout_seconds
+        self._refused_until = math.inf
 
     def _pause(self, failure: KmsError, tries: int) -> float:
         """Return how long to wait for the next attempt, or infinity: doubling, full jitter, Retry-After."""
@@ -330,7 +350,7 @@ class RemoteOperation:
         return not self._is_cancelled
 
     def _seconds_left(self) -> float:
-        return self._deadline - self._time.clock()
+        return min(self._deadline, self._refused_until, self._client._end) - self._time.clock()
 
     def _warn_of_waiting(self, failure: KmsError, started: float) -> None:
         """Warn once, in all threads, until the KMS answers: otherwise the program seems to hang."""

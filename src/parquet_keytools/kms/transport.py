@@ -171,13 +171,17 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             waiting += arguments.values() if isinstance(arguments, dict) else ()
 
 
+REFUSED = "the connection was refused"
+"""The reason, in all backends, why nothing listens at the address of a KMS."""
+
+
 def unreachable_because(error: BaseException) -> str:
     """Return why a server could not be reached, or an empty string if the exception does not say."""
     for found in _causes(error):
         if isinstance(found, socket.gaierror):
             return "its host name cannot be resolved"
         if isinstance(found, ConnectionRefusedError):
-            return "the connection was refused"
+            return REFUSED
         if isinstance(found, ConnectionError) and found.errno is not None:
             return "the connection was closed"
         if isinstance(found, TimeoutError):

@@ -18,9 +18,9 @@ from parquet_keytools.errors import (
     ChangedMeanwhileError,
     FileChangedError,
     KeytoolsError,
-    KmsUnavailableError,
     OutputError,
     WorkerProcessEndedError,
+    kms_failure,
 )
 from parquet_keytools.rotation.file_keys import changed_while_rotated
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
@@ -28,6 +28,7 @@ from parquet_keytools.runtime.worker_processes import (
     FILES_PER_PROCESS,
     MOST_PROCESSES,
     FileWorkers,
+    UntilKmsFails,
     may_start_processes,
 )
 from parquet_keytools.storage.local_files import (
@@ -147,7 +148,7 @@ class EachFile(FileChange):
     @contextlib.contextmanager
     def spread(self, files: int) -> Iterator[None]:
         """Use worker processes within the block, if this number of small files is worth it."""
-        with FileWorkers(_SmallFileChange(self._change), files, FILES_AT_A_TIME) as workers:
+        with FileWorkers(_SmallFileChange(UntilKmsFails(self._change)), files, FILES_AT_A_TIME) as workers:
             self._workers = workers if workers.processes > 1 else None
             yield
 
@@ -158,8 +159,8 @@ class EachFile(FileChange):
         if self._workers is None or locked_folder is not None:
             for location in itertools.islice(locations, 1):
                 outcome = changed_file(self._change, location, locked_folder)
-                if isinstance(outcome, FileRotation) and isinstance(outcome.error, KmsUnavailableError):
-                    self._end = outcome.error
+                if isinstance(outcome, FileRotation) and outcome.error is not None:
+                    self._end = kms_failure(outcome.error)
                 yield location, outcome
             return
         small = itertools.takewhile(lambda _: self._end is None, itertools.islice(locations, _FILES_PER_TURN))
@@ -189,9 +190,7 @@ class EachFile(FileChange):
             # In this thread, which Ctrl-C interrupts at once.
             outcome = changed_file(self._change, location, None)
         if isinstance(outcome, FileRotation) and outcome.error is not None:
-            end: KeytoolsError | None = storage_failure(outcome.error, location)
-            if isinstance(outcome.error, KmsUnavailableError):
-                end = outcome.error
+            end = storage_failure(outcome.error, location) or kms_failure(outcome.error)
             if end is not None and self._end is not None:
                 return None
             self._end = self._end or end

@@ -23,6 +23,7 @@ from parquet_keytools.errors import (
     IncompleteDataSetError,
     KeyMaterialError,
     KeytoolsError,
+    KmsUnavailableError,
     ParquetFormatError,
     without_frames,
 )
@@ -136,6 +137,7 @@ class Inventory:
         self._versions = None if kms is None else MasterKeyVersions(kms)
         self._data_keys = keys.data_keys
         self._aad_prefix_of = aad_prefix_of
+        self._unavailable: KmsUnavailableError | None = None
 
     def list(self, path: FileLocation, *, ignore_passed_over: bool = False) -> Iterator[FileKeyUses]:
         """Yield the keys of a file, or of each Parquet file under a folder; see `Keytools.key_inventory`.
@@ -167,7 +169,15 @@ class Inventory:
             yield from _others(pool, unseen, left_out)
 
     def _unwrap(self, wanted: Iterable[FileKey]) -> Unwrapped | None:
-        return None if self._rewrapper is None else self._rewrapper.unwrap([held.wrapped_key for held in wanted])
+        """Unwrap keys; after the KMS could not be reached, call it no more."""
+        if self._rewrapper is None:
+            return None
+        keys = [held.wrapped_key for held in wanted]
+        if self._unavailable is not None:
+            return dict.fromkeys(keys, self._unavailable)
+        unwrapped = self._rewrapper.unwrap(keys)
+        self._unavailable = self._rewrapper.take_unreachable()
+        return unwrapped
 
     def _expect_prefix(self, work: BatchFile) -> None:
         work.aad_prefix = work.read_keys.expected_prefix(self._aad_prefix_of)

@@ -62,8 +62,8 @@ class FileRotation(Summarised):
         bytes_written: Bytes that went through this process.
         bytes_copied: Bytes that the operating system or the store copied.
         error: Why it failed, without traceback; None if it did not.
-        old_size_bytes: Length before a rekey; otherwise 0.
-        new_size_bytes: Length after a rekey; otherwise 0.
+        old_size_bytes: Length before a rekey; None if there was none.
+        new_size_bytes: Length after a rekey; None if there was none.
         shares_keys_with: Another file of the run that has the same data keys and file unique, if there is one.
     """
 
@@ -74,8 +74,8 @@ class FileRotation(Summarised):
     bytes_written: int = 0
     bytes_copied: int = 0
     error: KeytoolsError | OSError | None = None
-    old_size_bytes: int = 0
-    new_size_bytes: int = 0
+    old_size_bytes: int | None = None
+    new_size_bytes: int | None = None
     shares_keys_with: str | None = None
 
     def summary(self) -> Mapping[str, object]:

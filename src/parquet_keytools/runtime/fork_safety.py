@@ -65,9 +65,25 @@ class OwnerProcess:
 
 
 class SharedWork:
-    """The number of processes that share the work, and limits such as concurrent calls of the KMS."""
+    """What the processes of one command have in common.
+
+    Attributes:
+        processes: How many share the work, and limits such as concurrent calls of the KMS.
+        someone_waits: Whether this is the command line: a service can wait longer for a KMS that restarts.
+    """
 
     processes = 1
+    someone_waits = False
+
+
+@contextlib.contextmanager
+def someone_waiting() -> Iterator[None]:
+    """Set `SharedWork.someone_waits` in a block."""
+    former, SharedWork.someone_waits = SharedWork.someone_waits, True
+    try:
+        yield
+    finally:
+        SharedWork.someone_waits = former
 
 
 _begun: weakref.WeakSet[object] = weakref.WeakSet()

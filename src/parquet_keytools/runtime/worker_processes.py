@@ -30,7 +30,7 @@ from multiprocessing.managers import BaseManager, DictProxy
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from parquet_keytools.errors import KeytoolsError, WorkerProcessEndedError
+from parquet_keytools.errors import KeytoolsError, WorkerProcessEndedError, kms_failure, without_frames
 from parquet_keytools.runtime.fork_safety import SharedWork
 from parquet_keytools.runtime.operating_system import POSIX, signals_blocked
 from parquet_keytools.runtime.working_threads import end
@@ -98,6 +98,34 @@ def available_processors() -> int:
     return number
 
 
+class UntilKmsFails(Generic[R]):
+    """Calls a function for files until the KMS fails, and then raises that error for each file, without a call.
+
+    Files that wait for a thread of `FileWorkers` would otherwise wait for the KMS one after the other. Each
+    process has an error of its own.
+    """
+
+    def __init__(self, function: Callable[..., R]) -> None:
+        self._function = function
+        self._failure: KeytoolsError | None = None
+
+    def __call__(self, *arguments: Any) -> R:
+        """Call the function.
+
+        Raises:
+            KmsError: The KMS failed, now or for an earlier file.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._function(*arguments)
+        except KeytoolsError as error:
+            failure = kms_failure(error)
+            if failure is not None:
+                self._failure = without_frames(failure)
+            raise
+
+
 class FileWorkers(Generic[T, R]):
     """Calls a function for files, within `command_line_processes` in worker processes.
 
@@ -111,9 +139,19 @@ class FileWorkers(Generic[T, R]):
         files: How many files there are.
         threads: How many files each process works on at a time.
         visible: Whether other processes see the same files.
+        prepare: A method of the same object; called in a worker process with the files of each task, before the
+            function.
     """
 
-    def __init__(self, function: Callable[[T], R], files: int, threads: int, *, visible: bool = True) -> None:
+    def __init__(
+        self,
+        function: Callable[[T], R],
+        files: int,
+        threads: int,
+        *,
+        visible: bool = True,
+        prepare: Callable[[list[T]], None] | None = None,
+    ) -> None:
         self._function = function
         self._files = files
         self._threads = threads
@@ -127,7 +165,7 @@ class FileWorkers(Generic[T, R]):
         if self.processes > 1:
             try:
                 with _tables_shared():
-                    self._pickled = pickle.dumps(function)
+                    self._pickled = pickle.dumps((function, prepare))
             # A plug-in or a file system may raise anything.
             except Exception as error:
                 _log.info("one process does all of the work, because its arguments cannot be pickled: %s", error)
@@ -323,6 +361,7 @@ class _Worker:
     """The state of a worker process, which works on one task at a time."""
 
     function: Callable[[Any], Any]
+    prepare: Callable[[list[Any]], None] | None
     failure: KeytoolsError | None = None
     pool: ThreadPoolExecutor
     records = _Said()
@@ -334,14 +373,14 @@ def _begin(pickled: bytes, processes: int, threads: int, levels: Mapping[str, in
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Only the parent writes answers.
     sys.stdout = sys.stderr
-    SharedWork.processes = processes
+    SharedWork.processes, SharedWork.someone_waits = processes, True
     logging.getLogger().addHandler(QueueHandler(_Worker.records))  # type: ignore[arg-type]
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     warnings.showwarning = lambda message, category, *_: _Worker.warnings.append((str(message), category))
     _Worker.pool = ThreadPoolExecutor(threads)
     try:
-        _Worker.function = pickle.loads(pickled)  # noqa: S301 - of the parent
+        _Worker.function, _Worker.prepare = pickle.loads(pickled)  # noqa: S301 - of the parent
     except KeytoolsError as error:
         _Worker.failure = error
     except Exception as error:
@@ -361,6 +400,8 @@ def _end_with_parent() -> None:
 def _call(files: list[Any]) -> _Answer[Any]:
     if _Worker.failure is not None:
         raise _Worker.failure
+    if _Worker.prepare is not None:
+        _Worker.prepare(files)
     outcomes = _Worker.pool.map(partial(_outcome, _Worker.function), files)
     return _Answer(list(map(_portable, outcomes)), _Worker.records.taken(), _Worker.warnings.taken())
 

@@ -990,7 +990,7 @@ class _Verification:
         use_fingerprint_key(self.fingerprint_key)
         # One for each file: the answers of all would pile up. KEKs stay in the cache of the service.
         verifier = verification.MemberVerifier(worker.keys, self.table_name, self.aad_prefix)
-        return verifier(location, threads=1, nonce_part=nonce_part)
+        return verifier.look_at(location, threads=1, nonce_part=nonce_part)
 
 
 def _verify(worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification) -> Outcome:

@@ -83,8 +83,11 @@ def test_an_unknown_need_is_1(run, keystore_case) -> None:
     assert done.stderr.count("Keys unknown: ") == 1 and "Keys unknown: 2 files: " in done.stderr
     every = run("keys", case.data, "--config", case.config, "--verbose")
     assert every.stdout.count("Keys unknown: ") == 2 and "2 files: " not in every.stdout
-    # What it does see, it tells: and that is no failure by itself.
-    assert run("keys", case.data, "--config", case.config).exit_code == 0
+    # What it does see, it tells; and the KMS refused the rest.
+    assert run("keys", case.data, "--config", case.config).exit_code == 3
+    case.files[0].write_bytes(b"no Parquet file")
+    counts = json.loads(run("keys", case.data, "--config", case.config, "--json").stdout)["counts"]
+    assert (counts["unknown_keys"], counts["unreadable"]) == (1, 1), "an unreadable file is not counted twice"
     assert keys_of(done) == {("footer", "1", 2, 2, ())}
 
 

@@ -37,7 +37,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.remote_client import RemoteKmsSettings, bytes_of_context
-from parquet_keytools.kms.transport import SdkLogs, is_loopback
+from parquet_keytools.kms.transport import REFUSED, SdkLogs, is_loopback
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.operating_system import register_at_fork
 
@@ -437,7 +437,7 @@ _HINTS_BY_REASON = {
 }
 _UNREACHABLE = {
     # Text of gRPC about a channel that it cannot open -> its meaning.
-    "connection refused": "the connection was refused",
+    "connection refused": REFUSED,
     "dns resolution failed": "its host name cannot be resolved",
     "name resolution": "its host name cannot be resolved",
     "handshake": "TLS failed",
