@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from parquet_keytools.config.key_policy import MasterKeyReference, resolve_columns, resolve_key
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.aad import ExpectedAadPrefix, expected_aad_prefix
 from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope, read_footer
 from parquet_keytools.encryption.protection import FooterMode
-from parquet_keytools.errors import KeyNotAvailableError, KmsError, KmsResponseInvalidError
+from parquet_keytools.errors import (
+    KeyNotAvailableError,
+    KmsAccessDeniedError,
+    KmsError,
+    KmsResponseInvalidError,
+    WrappedKeyInvalidError,
+)
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
-from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
-from parquet_keytools.kms.remote_client import RemoteKmsSettings
+from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteKmsSettings
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
@@ -50,6 +58,11 @@ class MasterKeyCheck:
         if self.error is None:
             return "ok"
         return "failed" if self.error.tries else "not tried"
+
+    @property
+    def missing_permission(self) -> str | None:
+        """The operation that the KMS does not permit: `wrap`, `unwrap` or `rewrap`; None if nothing is missing."""
+        return self.error.operation if isinstance(self.error, KmsAccessDeniedError) else None
 
     @property
     def text(self) -> str:
@@ -99,8 +112,18 @@ def with_short_timeout(configuration: Configuration, seconds: float = CHECK_SECO
     return configuration.model_copy(update={"kms": limited})
 
 
-def check_master_keys(configuration: Configuration, kms: KmsClient) -> list[MasterKeyCheck]:
+Role = Literal["writer", "reader", "rotator"]
+"""What a user of the KMS does: wraps, unwraps, or re-wraps keys."""
+
+
+def check_master_keys(
+    configuration: Configuration, kms: KmsClient, role: Role | None = None
+) -> list[MasterKeyCheck]:
     """Wrap a random key with each master key that the configuration names, and unwrap it.
+
+    With a role, only its permissions are tried: a reader and a rotator send the KMS a wrapped key that it never
+    made, which it refuses as invalid if the permission is there. A KMS that re-wraps no keys by itself unwraps and
+    wraps for a rotator.
 
     Some keys at a time, so that a client whose time is over (see `RemoteKmsClient.end_within`) has checked these.
     """
@@ -108,22 +131,56 @@ def check_master_keys(configuration: Configuration, kms: KmsClient) -> list[Mast
     identifiers = list(dict.fromkeys(names.values()))
     outcomes: dict[str, tuple[str | None, KmsError | None]] = {}
     for start in range(0, len(identifiers), _KEYS_AT_A_TIME):
-        outcomes |= _outcomes(kms, identifiers[start : start + _KEYS_AT_A_TIME])
+        outcomes |= _outcomes(kms, identifiers[start : start + _KEYS_AT_A_TIME], role)
     return [
         MasterKeyCheck(name, identifier, kms.backend, *outcomes[identifier]) for name, identifier in names.items()
     ]
 
 
-def _outcomes(kms: KmsClient, identifiers: list[str]) -> dict[str, tuple[str | None, KmsError | None]]:
-    """Return, for each master key, the version that wrapped, and the failure."""
+_Outcomes = dict[str, tuple[str | None, KmsError | None]]
+"""Master key -> the version that wrapped, and the failure."""
+
+
+def _outcomes(kms: KmsClient, identifiers: list[str], role: Role | None) -> _Outcomes:
+    rewraps = all(kms.rewraps_by_itself(identifier, identifier) for identifier in identifiers)
+    # A local KMS has no permissions: it wraps and unwraps.
+    if isinstance(kms, RemoteKmsClient) and (role == "reader" or (role == "rotator" and rewraps)):
+        return _probed(kms, identifiers, role)
     keys = [SecretBytes.random(_THROW_AWAY_KEY_LENGTH_BITS) for _ in identifiers]
     wrapped = dict(zip(identifiers, kms.wrap_many(list(map(WrapRequest, keys, identifiers))), strict=True))
+    if role == "writer":
+        return {
+            identifier: (None, key)
+            if isinstance(key, KmsError)
+            else (kms.wrapped_key_version(key, identifier), None)
+            for identifier, key in wrapped.items()
+        }
     requests = [UnwrapRequest(key, identifier) for identifier, key in wrapped.items() if isinstance(key, str)]
     unwrapped = dict(zip((r.master_key_id for r in requests), kms.unwrap_many(requests), strict=True))
     return {
         identifier: _outcome(kms, identifier, key, wrapped[identifier], unwrapped.get(identifier))
         for identifier, key in zip(identifiers, keys, strict=True)
     }
+
+
+def _probed(kms: KmsClient, identifiers: list[str], role: Role) -> _Outcomes:
+    """Return, for each master key, whether a wrapped key that the KMS never made is refused as invalid."""
+    operation = "unwrap" if role == "reader" else "rewrap"
+    cannot = KmsError("permissions can be tried only with keys that it wrapped", tries=0)
+    outcomes: _Outcomes = {}
+    probes = {identifier: kms.probe(identifier) for identifier in identifiers}
+    known = {identifier: probe for identifier, probe in probes.items() if probe is not None}
+    answers: Sequence[object]
+    if role == "reader":
+        answers = kms.unwrap_many([UnwrapRequest(probe, identifier) for identifier, probe in known.items()])
+    else:
+        answers = kms.rewrap_many([RewrapRequest(probe, name, name) for name, probe in known.items()])
+    for identifier, answer in zip(known, answers, strict=True):
+        is_failure = isinstance(answer, KmsError) and not isinstance(answer, WrappedKeyInvalidError)
+        outcomes[identifier] = None, answer if is_failure else None  # type: ignore[assignment]
+    for identifier in probes.keys() - known.keys():
+        outcomes[identifier] = None, cannot.about(kms.backend, operation, identifier)
+    return outcomes
 
 
 def _outcome(

@@ -28,9 +28,15 @@ def documented_policies() -> dict[str, dict[str, list[str]]]:
 
 
 def check(openbao: OpenBao, tmp_path: Path, role: str, policy: str, names: set[str]) -> Result:
-    kms = {"type": "vault", "url": openbao.url, "token": openbao.create_token(openbao.write_policy(POLICIES[policy]))}
+    kms = {
+        "type": "vault",
+        "url": openbao.url,
+        "token": openbao.create_token(openbao.write_policy(POLICIES[policy])),
+    }
     config = tmp_path / "config.yaml"
-    config.write_text(json.dumps({"version": 1, "kms": kms, "master_keys": {name: name for name in sorted(names)}}))
+    config.write_text(
+        json.dumps({"version": 1, "kms": kms, "master_keys": {name: name for name in sorted(names)}})
+    )
     config.chmod(0o600)
     return CliRunner().invoke(cli.app, ["check", str(config), "--as", role, "--json"])
 

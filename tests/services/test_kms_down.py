@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from parquet_keytools import Keytools, cli, parse_configuration
-from parquet_keytools.configuration_check import check_master_keys
+from parquet_keytools.configuration_check import Role, check_master_keys
 from parquet_keytools.errors import KmsAccessDeniedError, KmsConfigurationError, KmsUnavailableError
 from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
 from parquet_keytools.kms.in_memory import InMemoryKms
@@ -161,6 +161,18 @@ def test_a_check_of_many_keys_ends_and_names_the_keys_that_were_not_tried() -> N
         outcomes = [check.outcome for check in check_master_keys(configuration, kms)]
         assert time.monotonic() - start < 30  # 2.8 seconds without load, if all keys are tried
     assert outcomes[0] == "ok" and outcomes[-1] == "not tried" and "failed" not in outcomes
+
+
+@pytest.mark.parametrize("role", ["reader", "rotator"])
+def test_a_kms_whose_permissions_cannot_be_tried_passes_no_check(role: Role) -> None:
+    in_memory = {"type": "in_memory", "keys": ["k1"]}
+    configuration = parse_configuration({"version": 1, "kms": in_memory, "master_keys": {"name": "k1"}})
+    with SlowKms(0) as kms:
+        (check,) = check_master_keys(configuration, kms, role)
+        assert check.outcome == "not tried"
+        assert "permissions can be tried only with keys that it wrapped" in str(check.error)
+        assert [found.outcome for found in check_master_keys(configuration, kms, "writer")] == ["ok"]
+        assert not kms.call_counts["unwrap"] and not kms.call_counts["rewrap"]
 
 
 # --- credentials ---

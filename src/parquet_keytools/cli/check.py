@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from contextlib import nullcontext
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -49,6 +50,20 @@ if TYPE_CHECKING:
 ConfigArgument = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", envvar=CONFIG_VARIABLE, help="The YAML configuration.")
 ]
+
+
+class Role(Enum):
+    """The roles of `--as`."""
+
+    WRITER = "writer"
+    READER = "reader"
+    ROTATOR = "rotator"
+
+
+RoleOption = Annotated[
+    Role | None,
+    typer.Option("--as", help="Try only what this role needs. By default, keys are wrapped and unwrapped."),
+]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Do not call the KMS.")]
 AgainstOption = Annotated[
     str | None,
@@ -77,12 +92,13 @@ def check_command(
     against: AgainstOption = None,
     table: TableOption = None,
     aad_prefix: AgainstPrefixOption = None,
+    role: RoleOption = None,
     schema: SchemaOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check a configuration and its master keys.
 
-    The KMS wraps and unwraps a test key with each master key of the configuration.
+    The KMS wraps and unwraps a test key with each master key of the configuration, or does only what a role needs.
     """
     if schema:
         from parquet_keytools.config.settings import configuration_json_schema
@@ -111,8 +127,9 @@ def check_command(
         if isinstance(kms, RemoteKmsClient):
             kms.end_within(CHECK_SECONDS)
         columns = None if file is None else check_columns(configuration, file, table, aad_prefix, kms)
-        master_keys = None if kms is None else check_master_keys(configuration, kms)
-        if keytools is not None and not any(key.error for key in master_keys or ()):
+        master_keys = None if kms is None else check_master_keys(configuration, kms, role and role.value)
+        unwraps = role in (None, Role.READER)
+        if keytools is not None and unwraps and not any(key.error for key in master_keys or ()):
             keytools.check_hash_keys()
 
     if as_json:
@@ -124,7 +141,10 @@ def check_command(
                 "columns": columns,
                 "master_keys": None
                 if master_keys is None
-                else [to_dict(key) | {"outcome": key.outcome} for key in master_keys],
+                else [
+                    to_dict(key) | {"outcome": key.outcome, "missing_permission": key.missing_permission}
+                    for key in master_keys
+                ],
             }
         )
     if columns is not None:
@@ -143,8 +163,12 @@ def check_command(
     status = max(map(status_of, failed), default=ExitStatus.DONE)
     if not_tried := sum(key.outcome == "not tried" for key in master_keys or ()):
         of_all = number_of(len(master_keys or ()), "master key")
-        say(f"Not tried: {not_tried:,} of {of_all}, because {CHECK_SECONDS:g} seconds were over.")
+        reason = next(str(key.error) for key in master_keys or () if key.outcome == "not tried")
+        say(f"Not tried: {not_tried:,} of {of_all}. {reason}")
         status = max(status, ExitStatus.NO)
+    for permission in ("wrap", "unwrap", "rewrap"):
+        if names := [key.name for key in master_keys or () if key.missing_permission == permission]:
+            say(f"Missing permission: {permission} with {', '.join(names)}.")
     if status is not ExitStatus.DONE:
         raise typer.Exit(status)
     answer(f"{config}: no mistakes." + (" The KMS was not called." if offline else ""))

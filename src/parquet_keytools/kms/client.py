@@ -348,6 +348,14 @@ class KmsClient(ABC):
         """Return whether the KMS itself can re-wrap a key; if not, rotations make new KEKs instead."""
         return True
 
+    def probe(self, master_key_id: str) -> str | None:
+        """Return a well-formed wrapped key that the KMS never made, to find out what a caller may do.
+
+        A KMS that checks permissions first refuses it as invalid only if the caller may unwrap. None if the KMS
+        does not, or if that is unknown.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027 - most clients have nothing to close
         """Close the connections. Calls after this may fail. Closing twice is harmless."""
 

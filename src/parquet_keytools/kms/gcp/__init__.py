@@ -8,6 +8,7 @@ call without additional authenticated data, as in Iceberg's `GcpKeyManagementCli
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -165,6 +166,10 @@ class GcpKms(RemoteKmsClient):
         if answer.plaintext_crc32c != crc32c(answer.plaintext):
             raise KmsResponseInvalidError("the checksum of the key is wrong")
         return SecretBytes(answer.plaintext)
+
+    def probe(self, master_key_id: str) -> str | None:
+        """Return a wrapped key that Cloud KMS never made: IAM is checked before ciphertexts."""
+        return strict_base64.encode(secrets.token_bytes(60))
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         name = self._key_name(master_key_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,10 @@ class VaultKms(RemoteKmsClient):
     def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
         """Return whether both are the same master key: the engine cannot re-wrap under another key."""
         return master_key_id == new_master_key_id
+
+    def probe(self, master_key_id: str) -> str | None:
+        """Return a wrapped key that no key of the engine made: policies are checked before ciphertexts."""
+        return f"vault:v1:{strict_base64.encode(secrets.token_bytes(60))}"
 
     def close(self) -> None:
         """Revoke the token of a login, and close connections and threads."""
