@@ -60,6 +60,7 @@ def keytools_for(columns: list[str]) -> Keytools:
                 "t": {
                     "footer_key": "footer",
                     "column_keys": {"first": columns[::2], "second": columns[1::2]},
+                    "unlisted_columns": "plaintext",
                 }
             },
         }

@@ -102,7 +102,13 @@ def keytools() -> Keytools:
         {
             "version": 1,
             "data_keys": {name: base64.b64encode(key).decode() for name, key in KEYS.items()},
-            "tables": {"t": {"footer_key": "footer", "column_keys": {name: [name] for name in COLUMNS}}},
+            "tables": {
+                "t": {
+                    "footer_key": "footer",
+                    "column_keys": {name: [name] for name in COLUMNS},
+                    "unlisted_columns": "plaintext",
+                }
+            },
         }
     )
 

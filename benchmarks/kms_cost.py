@@ -275,6 +275,7 @@ def keytools_for(backend: Backend, server: Server) -> Keytools:
     table = {
         "footer_key": footer,
         "column_keys": {key: [name] for key, name in zip(columns, COLUMNS, strict=True)},
+        "unlisted_columns": "plaintext",
     }
     return Keytools(parse_configuration({"version": 1, "kms": backend.kms(server), "tables": {"t": table}}))
 

@@ -29,7 +29,8 @@ _CONFIGURATION = """\
 version: 1
 kms: {type: in_memory, keys: {footer: AAAAAAAAAAAAAAAAAAAAAA==, pii: AQEBAQEBAQEBAQEBAQEBAQ==}}
 tables:
-  benchmark: {footer_key: footer, column_keys: {pii: [column_0, column_1, column_2, column_3, column_4]}}
+  benchmark: {footer_key: footer, column_keys: {pii: [column_0, column_1, column_2, column_3, column_4]},
+              unlisted_columns: plaintext}
 """
 _PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
 _FOLDERS = 100

@@ -176,7 +176,12 @@ class Contestant:
 
 def keytools(kms: RemoteKmsClient | InMemoryKms, **settings: Any) -> Keytools:
     """Return tools for the data sets here."""
-    table = {"footer_key": "footer", "column_keys": {f"key_{name}": [name] for name in COLUMNS}, **settings}
+    table = {
+        "footer_key": "footer",
+        "column_keys": {f"key_{name}": [name] for name in COLUMNS},
+        "unlisted_columns": "plaintext",
+        **settings,
+    }
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},

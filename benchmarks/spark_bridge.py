@@ -44,7 +44,7 @@ def make_configuration(folder: Path) -> Path:
     document = {
         "version": 1,
         "kms": {"type": "keystore", "path": "keystore.json", "passphrase_file": "passphrase"},
-        "tables": {"t": {"footer_key": "footer", "column_keys": column_keys}},
+        "tables": {"t": {"footer_key": "footer", "column_keys": column_keys, "unlisted_columns": "plaintext"}},
     }
     path.write_text(json.dumps(document))
     return path

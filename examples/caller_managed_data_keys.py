@@ -15,7 +15,13 @@ data_keys = {name: base64.b64encode(os.urandom(16)).decode() for name in ("kf-20
 document = {
     "version": 1,
     "data_keys": data_keys,
-    "tables": {"flights": {"footer_key": "kf-2026", "column_keys": {"kc-2026": ["tailnum"]}}},
+    "tables": {
+        "flights": {
+            "footer_key": "kf-2026",
+            "column_keys": {"kc-2026": ["tailnum"]},
+            "unlisted_columns": "plaintext",
+        }
+    },
 }
 table = pa.table({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})
 

@@ -55,7 +55,13 @@ configuration = parse_configuration(
     {
         "version": 1,
         "kms": {"type": "in_memory", "keys": {}},  # the client that is passed in takes its place
-        "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
+        "tables": {
+            "flights": {
+                "footer_key": "footer",
+                "column_keys": {"pii": ["tailnum"]},
+                "unlisted_columns": "plaintext",
+            }
+        },
     }
 )
 kms = AcmeKms()

@@ -18,6 +18,7 @@ keytools = Keytools.from_mapping(
             "flights": {
                 "footer_key": "footer",
                 "column_keys": {"pii": ["tailnum"]},
+                "unlisted_columns": "plaintext",
                 "key_material": "external",
             }
         },

@@ -13,7 +13,11 @@ keytools = Keytools.from_mapping(
         "version": 1,
         "kms": {"type": "in_memory", "keys": ["footer", "pii", "times"]},
         "tables": {
-            "flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"], "times": ["dep_time"]}},
+            "flights": {
+                "footer_key": "footer",
+                "column_keys": {"pii": ["tailnum"], "times": ["dep_time"]},
+                "unlisted_columns": "plaintext",
+            },
             "routes": {"footer_key": "footer", "unlisted_columns": "footer_key"},
         },
     }

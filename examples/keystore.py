@@ -27,7 +27,7 @@ with tempfile.TemporaryDirectory() as name:
         version: 1
         kms: {type: keystore, path: keystore.json, passphrase_file: passphrase}
         tables:
-          flights: {footer_key: footer, column_keys: {pii: [tailnum]}}
+          flights: {footer_key: footer, column_keys: {pii: [tailnum]}, unlisted_columns: plaintext}
         """
     )
     keytools = Keytools.from_yaml(folder / "flights.yaml")

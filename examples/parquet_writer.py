@@ -12,7 +12,13 @@ keytools = Keytools.from_mapping(
     {
         "version": 1,
         "kms": {"type": "in_memory", "keys": ["footer", "pii"]},
-        "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
+        "tables": {
+            "flights": {
+                "footer_key": "footer",
+                "column_keys": {"pii": ["tailnum"]},
+                "unlisted_columns": "plaintext",
+            }
+        },
     }
 )
 columns: dict[str, pa.DataType] = {"flight": pa.int64(), "tailnum": pa.string()}

@@ -12,7 +12,13 @@ keytools = Keytools.from_mapping(
     {
         "version": 1,
         "kms": {"type": "in_memory", "keys": ["footer", "pii"]},
-        "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
+        "tables": {
+            "flights": {
+                "footer_key": "footer",
+                "column_keys": {"pii": ["tailnum"]},
+                "unlisted_columns": "plaintext",
+            }
+        },
     }
 )
 table = pa.table({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})

@@ -43,7 +43,13 @@ keytools = Keytools.from_mapping(
             "type": "in_memory",
             "keys": {name: base64.b64encode(key).decode() for name, key in MASTER_KEYS.items()},
         },
-        "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
+        "tables": {
+            "flights": {
+                "footer_key": "footer",
+                "column_keys": {"pii": ["tailnum"]},
+                "unlisted_columns": "plaintext",
+            }
+        },
     }
 )
 table = pa.table({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})

@@ -34,7 +34,13 @@ with tempfile.TemporaryDirectory() as name:
                 "path": str(folder / "keystore.json"),
                 "passphrase_file": str(passphrase),
             },
-            "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
+            "tables": {
+                "flights": {
+                    "footer_key": "footer",
+                    "column_keys": {"pii": ["tailnum"]},
+                    "unlisted_columns": "plaintext",
+                }
+            },
         }
     )
     (folder / "flights").mkdir()

@@ -13,7 +13,9 @@ from parquet_keytools.kms.in_memory import InMemoryKms
 document = {
     "version": 1,
     "kms": {"type": "in_memory", "keys": ["footer", "pii"]},
-    "tables": {"flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}},
+    "tables": {
+        "flights": {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}, "unlisted_columns": "plaintext"}
+    },
 }
 table = pa.table({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})
 kms = InMemoryKms({"footer": None, "pii": None})

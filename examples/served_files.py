@@ -28,7 +28,7 @@ with tempfile.TemporaryDirectory() as name:
         version: 1
         kms: {type: keystore, path: keystore.json, passphrase_file: passphrase}
         tables:
-          flights: {footer_key: footer, column_keys: {pii: [tailnum]}}
+          flights: {footer_key: footer, column_keys: {pii: [tailnum]}, unlisted_columns: plaintext}
         """
     )
     table = pa.table({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})

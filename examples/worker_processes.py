@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
         version: 1
         kms: {type: keystore, path: keystore.json, passphrase_file: passphrase}
         tables:
-          flights: {footer_key: footer, column_keys: {pii: [tailnum]}}
+          flights: {footer_key: footer, column_keys: {pii: [tailnum]}, unlisted_columns: plaintext}
         """
     )
     keytools = Keytools.from_yaml(configuration)

@@ -8,7 +8,7 @@ import pyarrow as pa
 from parquet_keytools import Keytools
 
 table = pa.table({"flight": [1545, 1714, 1141], "tailnum": ["N14228", "N24211", "N619AA"]})
-base = {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}}
+base = {"footer_key": "footer", "column_keys": {"pii": ["tailnum"]}, "unlisted_columns": "plaintext"}
 keytools = Keytools.from_mapping(
     {
         "version": 1,

@@ -84,7 +84,7 @@ class Case:
             "version": 1,
             # The KMS is passed in; this one only says that there is one.
             "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
-            "tables": {"t": {"footer_key": "kf", **self.settings, **changes}},
+            "tables": {"t": {"footer_key": "kf", "unlisted_columns": "plaintext", **self.settings, **changes}},
             # Many files are copies of one here, which is quicker made.
             "reading": {"reused_encryption_properties": "allow"},
         }
@@ -156,6 +156,7 @@ def write_with_pyarrow(kms: KmsClient, path: Path, table: pa.Table = TABLE, **op
     defaults: dict[str, Any] = {
         "footer_key": "kf",
         "column_keys": {"ka": ["a", "nested.x", "nested.y.list.element"], "kb": ["b"]},
+        "unlisted_columns": "plaintext",
     }
     configuration = pe.EncryptionConfiguration(**{**defaults, **options})
     properties = crypto_factory(kms).file_encryption_properties(

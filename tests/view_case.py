@@ -45,7 +45,7 @@ class ViewCase:
         document = {
             "version": 1,
             **self.more,
-            "tables": {"t": {"footer_key": "footer", **self.table}},
+            "tables": {"t": {"footer_key": "footer", "unlisted_columns": "plaintext", **self.table}},
             "reading": {**self.reading, **reading},
         }
         return Keytools.from_mapping(document, kms=self.kms)

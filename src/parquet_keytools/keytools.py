@@ -906,6 +906,7 @@ class Keytools(Summarised):
         table_name: str | None = None,
         aad_prefix: str | bytes | None = None,
         part_count: int | None = None,
+        allow_plaintext: Sequence[str] = (),
         filesystem: Any = None,
         on_progress: Callable[[FileReport], None] | None = None,
     ) -> DataSetReport:
@@ -916,6 +917,7 @@ class Keytools(Summarised):
             table_name: The table of the files; None if the configuration has only one.
             aad_prefix: The AAD prefix that every file must have.
             part_count: The number of parts that there must be, numbered from 0; None if it is not known.
+            allow_plaintext: Globs of paths within the folder of accepted plaintext files; `*` matches `/`, too.
             filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the report of each file.
 
@@ -929,6 +931,7 @@ class Keytools(Summarised):
             table_name,
             aad_prefix,
             part_count=part_count,
+            allow_plaintext=allow_plaintext,
             on_progress=on_progress,
         )
 

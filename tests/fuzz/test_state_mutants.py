@@ -79,6 +79,7 @@ def tools_of(kms: InMemoryKms, **settings: Any) -> Keytools:
     table = {
         "footer_key": "kf",
         "column_keys": {"ka": ["a"], "kb": ["b"]},
+        "unlisted_columns": "plaintext",
         "cache_lifetime_seconds": 0,
         **settings,
     }

@@ -85,7 +85,7 @@ def keytools(variant: dict[str, object], **changes: object) -> Keytools:
     if variant["double_wrapping"]:
         settings["kek_length_bits"] = 128
     keys = {name: base64.b64encode(key).decode() for name, key in MASTER_KEYS.items()}
-    table = {"footer_key": "kf"} | settings | changes
+    table = {"footer_key": "kf", "unlisted_columns": "plaintext"} | settings | changes
     return Keytools.from_mapping(
         {"version": 1, "kms": {"type": "in_memory", "keys": keys}, "tables": {"t": table}}
     )
@@ -200,7 +200,14 @@ def test_the_instance_id_of_the_configuration_is_written(tmp_path: Path, aad_pre
         {
             "version": 1,
             "kms": {"type": "in_memory", "instance_id": "region-1", "keys": keys},
-            "tables": {"t": {"footer_key": "kf", "column_keys": {"kc1": ["number"]}, "aad_prefix": aad_prefix}},
+            "tables": {
+                "t": {
+                    "footer_key": "kf",
+                    "column_keys": {"kc1": ["number"]},
+                    "unlisted_columns": "plaintext",
+                    "aad_prefix": aad_prefix,
+                }
+            },
         }
     )
     tools.write_table(TABLE, tmp_path / "x.parquet")

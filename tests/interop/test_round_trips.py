@@ -30,7 +30,7 @@ MAGIC_ENCRYPTED_FOOTER = b"PARE"
 def keytools(column_keys: Mapping[str, Sequence[str]], **settings: Any) -> Keytools:
     keys = {name: base64.b64encode(key).decode() for name, key in MASTER_KEYS.items()}
     columns = {key: list(names) for key, names in column_keys.items() if names}
-    table = {"footer_key": "kf", "column_keys": columns} | settings
+    table = {"footer_key": "kf", "column_keys": columns, "unlisted_columns": "plaintext"} | settings
     return Keytools.from_mapping(
         {"version": 1, "kms": {"type": "in_memory", "keys": keys}, "tables": {"t": table}}
     )
@@ -204,7 +204,14 @@ def test_odd_master_key_ids(master_key_id: str, double: bool, tmp_path: Path) ->
         "version": 1,
         "kms": {"type": "in_memory", "keys": ["unused"]},
         "master_keys": {"pii": master_key_id, "footer": f"{master_key_id}2"},
-        "tables": {"t": {"footer_key": "footer", "column_keys": {"pii": ["a", "b.*"]}, "double_wrapping": double}},
+        "tables": {
+            "t": {
+                "footer_key": "footer",
+                "column_keys": {"pii": ["a", "b.*"]},
+                "unlisted_columns": "plaintext",
+                "double_wrapping": double,
+            }
+        },
     }
     tools = Keytools(parse_configuration(document), kms=kms)
     table = pa.table({"a": [1, 2], "b": [{"x": 1, "y": [2]}, None], "c": ["x", "y"]})

@@ -119,7 +119,9 @@ def all_encrypted(plain: Path) -> Path:
         {
             "version": 1,
             "kms": {"type": "in_memory", "keys": base64_keys(MASTER_KEYS)},
-            "tables": {"sample": {"footer_key": "footer", "column_keys": {"pii": ["*"]}}},
+            "tables": {
+                "sample": {"footer_key": "footer", "column_keys": {"pii": ["*"]}, "unlisted_columns": "plaintext"}
+            },
         }
     )
     path = plain.with_name("all_encrypted.parquet")

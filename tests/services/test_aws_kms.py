@@ -1060,6 +1060,7 @@ def test_flights(fake: FakeKms, url: str, tmp_path: Path) -> None:
             "flights": {
                 "footer_key": "footer",
                 "column_keys": {"pii": ["tailnum"], "times": ["dep_time", "arr_time", "time_hour"]},
+                "unlisted_columns": "plaintext",
             }
         },
     }
@@ -1127,7 +1128,7 @@ def test_who_names_master_keys_in_a_rotation_trusts_them(
     path = tmp_path / "flights.parquet"
 
     def tools(footer_key: str | None) -> Keytools:
-        table = {"footer_key": "footer", "key_material": key_material}
+        table = {"footer_key": "footer", "unlisted_columns": "plaintext", "key_material": key_material}
         return Keytools.from_mapping(
             {
                 "version": 1,

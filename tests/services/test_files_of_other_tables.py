@@ -16,7 +16,11 @@ from parquet_keytools import Keytools
 from parquet_keytools.errors import ColumnAccessDeniedError, MasterKeyDisabledError, TableMismatchError
 
 TABLE = pa.table({"plain": range(50), "name": [f"secret {number}" for number in range(50)], "at": range(50)})
-POLICY: dict[str, Any] = {"footer_key": "footer", "column_keys": {"pii": ["name"], "times": ["at"]}}
+POLICY: dict[str, Any] = {
+    "footer_key": "footer",
+    "column_keys": {"pii": ["name"], "times": ["at"]},
+    "unlisted_columns": "plaintext",
+}
 NAMES = ("footer", "pii", "times", "ads")
 FORGERIES: dict[str, dict[str, Any]] = {
     "another table": {"footer_key": "ads", "unlisted_columns": "footer_key"},

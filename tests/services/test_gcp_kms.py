@@ -1016,6 +1016,7 @@ def test_flights(tmp_path: Path) -> None:
                 "flights": {
                     "footer_key": "footer",
                     "column_keys": {"pii": ["tailnum"], "times": ["dep_time", "arr_time", "*_delay"]},
+                    "unlisted_columns": "plaintext",
                 }
             },
         }

@@ -160,7 +160,13 @@ class Place(ExitStack):
 
     def configuration(self, name: str, **changes: Any) -> Path:
         path = self.folder.parent / f"{name}.json"
-        table = {"footer_key": "kf", **COLUMNS, "key_material": "external", **changes}
+        table = {
+            "footer_key": "kf",
+            "unlisted_columns": "plaintext",
+            **COLUMNS,
+            "key_material": "external",
+            **changes,
+        }
         document = {
             "version": 1,
             "kms": self.service.settings,

@@ -55,25 +55,28 @@ tables:
   single:
     footer_key: footer
     column_keys: {pii: [tailnum], times: ["*dep_time", "*arr_time", "time_hour"]}
+    unlisted_columns: plaintext
     double_wrapping: false
   # They share the KEKs of flights.
   few: {footer_key: footer, column_keys: {pii: [tailnum]}, unlisted_columns: footer_key, data_key_length_bits: 256}
   nested:
     footer_key: footer
     column_keys: {pii: [tags, m.key_value.value, s.a], times: [l.list.element.x]}
+    unlisted_columns: plaintext
     data_key_length_bits: 256
   odd:
     footer_key: footer
     column_keys: {pii: ["a b", "größe 大"]}
     unlisted_columns: footer_key
     data_key_length_bits: 256
-  ctr: {footer_key: footer, column_keys: {pii: [tailnum]}, algorithm: AES_GCM_CTR_V1}
+  ctr: {footer_key: footer, column_keys: {pii: [tailnum]}, unlisted_columns: plaintext, algorithm: AES_GCM_CTR_V1}
   ctr_signed: {footer_key: footer, column_keys: {pii: [tailnum]}, algorithm: AES_GCM_CTR_V1,
-    plaintext_footer: true}
+    unlisted_columns: plaintext, plaintext_footer: true}
   # Not stored: a reader has to supply it.
   prefix:
     footer_key: footer
     column_keys: {pii: [tailnum]}
+    unlisted_columns: plaintext
     aad_prefix: "p/{file_name}"
     store_aad_prefix: false
 """

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         keystore.create_key(name)
     keystore.set_enabled("locked", enabled=False)
     (folder / "c.yaml").write_text(YAML)
-    (folder / "unrelated.yaml").write_text(YAML + "  unrelated: {footer_key: pii}\n")
+    (folder / "unrelated.yaml").write_text(YAML + "  unrelated: {footer_key: pii, unlisted_columns: plaintext}\n")
     changed = YAML.replace("unlisted_columns", "data_key_length_bits: 256, unlisted_columns", 1)
     (folder / "changed.yaml").write_text(changed)
     for name in ("data", "local", "ways"):

@@ -543,7 +543,12 @@ def test_killed_and_restarted_during_a_run_of_writes_nothing_is_lost(own_server:
         "version": 1,
         "kms": {"type": "vault", "url": own_server.url, "token": own_server.root_token, "max_tries": 100},
         "tables": {
-            "t": {"footer_key": "footer", "column_keys": {"pii": ["name"]}, "cache_lifetime_seconds": 0},
+            "t": {
+                "footer_key": "footer",
+                "column_keys": {"pii": ["name"]},
+                "unlisted_columns": "plaintext",
+                "cache_lifetime_seconds": 0,
+            },
         },
     }
     outage: list[float] = []

@@ -967,6 +967,7 @@ def configuration(server: OpenBao, token: str, **kms: object) -> dict[str, Any]:
             "flights": {
                 "footer_key": "footer",
                 "column_keys": {"pii": ["tailnum"], "times": ["dep_time", "dep_delay"]},
+                "unlisted_columns": "plaintext",
             }
         },
     }

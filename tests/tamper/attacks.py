@@ -57,6 +57,7 @@ def keytools(version: str = "v2", **changes: object) -> Keytools:
     policy: dict[str, object] = {
         "footer_key": "footer",
         "column_keys": {"pii": ["secret"], "place": ["other"], "footer": ["x"]},
+        "unlisted_columns": "plaintext",
         "aad_prefix": f"shop/{version}/{{file_name}}",
     }
     document = {

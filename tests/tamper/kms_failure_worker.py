@@ -78,6 +78,7 @@ class Context:
         table_settings = {
             "footer_key": "kf",
             "column_keys": {"kc": ["refused", "refused_index"], "kd": ["other"]},
+            "unlisted_columns": "plaintext",
             "double_wrapping": self.double,
         }
         document = {

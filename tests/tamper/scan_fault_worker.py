@@ -30,7 +30,12 @@ BAD = 27
 
 
 def tools_of(kms: FaultyKms) -> Keytools:
-    table = {"footer_key": "foot", "column_keys": {"cola": ["a"]}, "double_wrapping": False}
+    table = {
+        "footer_key": "foot",
+        "column_keys": {"cola": ["a"]},
+        "unlisted_columns": "plaintext",
+        "double_wrapping": False,
+    }
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},

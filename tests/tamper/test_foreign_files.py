@@ -49,9 +49,17 @@ DATA_KEYS = {
     name: base64.b64encode(hashlib.sha256(name.encode()).digest()[:16]).decode() for name in ("df", "da", "db")
 }
 TABLE = pa.table({"plain": range(100), "a": range(100), "b": [f"secret {number}" for number in range(100)]})
-POLICY: dict[str, Any] = {"footer_key": "kf", "column_keys": {"ka": ["a"], "kb": ["b"]}}
+POLICY: dict[str, Any] = {
+    "footer_key": "kf",
+    "column_keys": {"ka": ["a"], "kb": ["b"]},
+    "unlisted_columns": "plaintext",
+}
 ADS: dict[str, Any] = {"footer_key": "ads", "unlisted_columns": "footer_key"}
-DATA_POLICY: dict[str, Any] = {"footer_key": "df", "column_keys": {"da": ["a"], "db": ["b"]}}
+DATA_POLICY: dict[str, Any] = {
+    "footer_key": "df",
+    "column_keys": {"da": ["a"], "db": ["b"]},
+    "unlisted_columns": "plaintext",
+}
 
 LATER = {"also_trusted": ["ads", "da"], "unlisted_columns": "footer_key"}
 
@@ -75,7 +83,10 @@ FORGERIES: dict[str, tuple[dict[str, Any], list[tuple[str, str | None]]]] = {
         [("column key", "a"), ("column key", "b")],
     ),
     "a column in plaintext": (POLICY | {"column_keys": {"ka": ["a"]}}, [("plaintext column", "b")]),
-    "all columns in plaintext": ({"footer_key": "kf"}, [("plaintext column", "a"), ("plaintext column", "b")]),
+    "all columns in plaintext": (
+        {"footer_key": "kf", "unlisted_columns": "plaintext"},
+        [("plaintext column", "a"), ("plaintext column", "b")],
+    ),
     "what is in plaintext under a foreign key": (
         POLICY | {"column_keys": {"ka": ["a"], "kb": ["b"], "ads": ["plain"]}},
         [("column key", "plain")],
@@ -453,7 +464,13 @@ def test_files_of_an_older_schema_and_without_rows_are_files_of_the_table(tmp_pa
 
 def test_permission_for_plaintext_files_is_none_for_plaintext_columns(tmp_path: Path) -> None:
     tools = Keytools(
-        parse_configuration(document(in_memory(), reading={"plaintext_files": "allow"}, bare={"footer_key": "kf"}))
+        parse_configuration(
+            document(
+                in_memory(),
+                reading={"plaintext_files": "allow"},
+                bare={"footer_key": "kf", "unlisted_columns": "plaintext"},
+            )
+        )
     )
     path = tmp_path / "x.parquet"
     pq.write_table(TABLE, path)
@@ -664,11 +681,15 @@ def test_nor_to_one_that_the_table_has_under_a_key_and_the_file_lacks(tmp_path: 
 @pytest.mark.parametrize("pattern", ["person.ssn", "person.*", "person"])
 def test_nor_to_a_column_of_which_a_part_is_under_a_key(tmp_path: Path, pattern: str) -> None:
     """A file from before the table had the column: nothing but the folder says what is in it."""
-    older = Keytools(parse_configuration(document(in_memory()) | {"tables": {"own": {"footer_key": "kf"}}}))
+    older = Keytools(
+        parse_configuration(
+            document(in_memory()) | {"tables": {"own": {"footer_key": "kf", "unlisted_columns": "plaintext"}}}
+        )
+    )
     folder = tmp_path / "data" / "person=forged"
     folder.mkdir(parents=True)
     older.write_table(TABLE.select(["plain"]), folder / "y.parquet")
-    table = {"footer_key": "kf", "column_keys": {"ka": [pattern]}}
+    table = {"footer_key": "kf", "column_keys": {"ka": [pattern]}, "unlisted_columns": "plaintext"}
     tools = Keytools(parse_configuration(document(in_memory()) | {"tables": {"own": table}}))
     for read in (tools.read_table, tools.dataset):
         with pytest.raises(DecryptionError, match=r"y\.parquet: the name of a folder gives values to 'person'"):

@@ -295,7 +295,7 @@ def test_in_spark_no_task_has_it_re_wrapped(tmp_path: Path, monkeypatch: pytest.
     path = case.write()
     stash(case, path)
     config = tmp_path / "config.yaml"
-    table = {"footer_key": "kf", **case.settings}
+    table = {"footer_key": "kf", "unlisted_columns": "plaintext", **case.settings}
     config.write_text(
         json.dumps({"version": 1, "kms": {"type": "in_memory", "keys": keys}, "tables": {"t": table}})
     )
@@ -363,7 +363,7 @@ def test_with_several_tables_a_file_is_of_one_of_them(tmp_path: Path) -> None:
     case.write("own.parquet")
     case.write("other.parquet", tools=case.tools(column_keys={"kb": ["a", "nested"], "ka": ["b"]}))
     foreign = case.write("foreign.parquet", tools=case.tools(column_keys={"kb": ["a", "nested", "b"]}))
-    table = {"footer_key": "kf", **case.settings}
+    table = {"footer_key": "kf", "unlisted_columns": "plaintext", **case.settings}
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
@@ -377,13 +377,22 @@ def test_with_several_tables_a_file_is_of_one_of_them(tmp_path: Path) -> None:
 def test_the_keys_of_footer_and_columns_are_those_of_one_table(tmp_path: Path) -> None:
     """What is put together of two tables is of neither, and nobody unwraps the footer's key of what is of none."""
     case = Case.make(tmp_path, "in_memory")
-    of_other: dict[str, Any] = {"footer_key": "ka", "column_keys": {"kb": ["a", "nested"], "ka": ["b"]}}
+    of_other: dict[str, Any] = {
+        "footer_key": "ka",
+        "column_keys": {"kb": ["a", "nested"], "ka": ["b"]},
+        "unlisted_columns": "plaintext",
+    }
     case.write("own.parquet")
-    mixed = case.write("mixed.parquet", tools=case.tools(**{**of_other, "footer_key": "kf"}))
+    mixed = case.write(
+        "mixed.parquet", tools=case.tools(**{"unlisted_columns": "plaintext", **of_other, "footer_key": "kf"})
+    )
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
-        "tables": {"t": {"footer_key": "kf", **case.settings}, "u": {**case.settings, **of_other}},
+        "tables": {
+            "t": {"footer_key": "kf", "unlisted_columns": "plaintext", **case.settings},
+            "u": {**case.settings, **of_other},
+        },
     }
     tools = Keytools(parse_configuration(document), kms=case.kms)
     report = tools.rotate(case.folder, moves={"kf": "new"})

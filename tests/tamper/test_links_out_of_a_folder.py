@@ -193,7 +193,14 @@ def config(tmp_path: Path) -> Path:
             {
                 "version": 1,
                 "kms": {"type": "in_memory", "keys": KEYS},
-                "tables": {"t": {"footer_key": "kf", "column_keys": {"ka": ["a"]}, "also_trusted": ["nw"]}},
+                "tables": {
+                    "t": {
+                        "footer_key": "kf",
+                        "column_keys": {"ka": ["a"]},
+                        "unlisted_columns": "plaintext",
+                        "also_trusted": ["nw"],
+                    }
+                },
             }
         )
     )

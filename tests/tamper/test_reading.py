@@ -43,7 +43,11 @@ TABLE = pa.table({"plain": range(1000), "a": range(1000), "b": [f"text {i}" for 
 
 
 def keytools(kms: FaultyKms | None = None, reading: dict[str, Any] | None = None, **settings: Any) -> Keytools:
-    table = {"footer_key": "kf", "column_keys": {"ka": ["a"], "kb": ["b"]}} | settings
+    table = {
+        "footer_key": "kf",
+        "column_keys": {"ka": ["a"], "kb": ["b"]},
+        "unlisted_columns": "plaintext",
+    } | settings
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},

@@ -33,7 +33,7 @@ TABLE = pa.table({"a": [1, 2, 3, 4], "secret": ["x", None, "yy", "z"], "part": [
 
 
 def keytools(kms: Any = None, **table: Any) -> Keytools:
-    settings = {"footer_key": "kf", "column_keys": {"kc": ["secret"]}} | table
+    settings = {"footer_key": "kf", "column_keys": {"kc": ["secret"]}, "unlisted_columns": "plaintext"} | table
     document = {"version": 1, "kms": {"type": "in_memory", "keys": ["kf", "kc"]}, "tables": {"t": settings}}
     return Keytools(parse_configuration(document), kms=kms)
 
@@ -218,7 +218,7 @@ def test_options_of_a_folder_are_not_dropped(tmp_path: Path) -> None:
 
 
 def test_a_renamed_file_where_every_table_has_a_prefix(tmp_path: Path) -> None:
-    table = {"footer_key": "kf", "column_keys": {"kc": ["secret"]}}
+    table = {"footer_key": "kf", "column_keys": {"kc": ["secret"]}, "unlisted_columns": "plaintext"}
     tools = Keytools.from_mapping(
         {
             "version": 1,

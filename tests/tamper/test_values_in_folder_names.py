@@ -33,17 +33,29 @@ def keytools(table: dict[str, Any], kms: InMemoryKms | None = None) -> Keytools:
 
 
 TABLES: dict[str, dict[str, Any]] = {
-    "a key of its own": {"footer_key": "footer", "column_keys": {"pii": ["ssn"]}},
-    "the footer's master key": {"footer_key": "footer", "column_keys": {"footer": ["ssn"]}},
-    "the footer's data key": {"footer_key": "kf", "column_keys": {"kf": ["ssn"]}},
-    "the footer's data key by a glob": {"footer_key": "kf", "column_keys": {"kf": ["s*"]}},
+    "a key of its own": {"footer_key": "footer", "column_keys": {"pii": ["ssn"]}, "unlisted_columns": "plaintext"},
+    "the footer's master key": {
+        "footer_key": "footer",
+        "column_keys": {"footer": ["ssn"]},
+        "unlisted_columns": "plaintext",
+    },
+    "the footer's data key": {"footer_key": "kf", "column_keys": {"kf": ["ssn"]}, "unlisted_columns": "plaintext"},
+    "the footer's data key by a glob": {
+        "footer_key": "kf",
+        "column_keys": {"kf": ["s*"]},
+        "unlisted_columns": "plaintext",
+    },
     "the footer's data key, all others too": {
         "footer_key": "kf",
         "column_keys": {"kf": ["ssn"]},
         "unlisted_columns": "footer_key",
     },
-    "another data key": {"footer_key": "kf", "column_keys": {"ka": ["ssn"]}},
-    "a part under the footer's data key": {"footer_key": "kf", "column_keys": {"kf": ["ssn.part"]}},
+    "another data key": {"footer_key": "kf", "column_keys": {"ka": ["ssn"]}, "unlisted_columns": "plaintext"},
+    "a part under the footer's data key": {
+        "footer_key": "kf",
+        "column_keys": {"kf": ["ssn.part"]},
+        "unlisted_columns": "plaintext",
+    },
 }
 
 Write = Callable[[Keytools, Path, str], object]
@@ -192,7 +204,7 @@ def denied(table: dict[str, Any]) -> Keytools:
     return tools
 
 
-BY_MONTH = {"footer_key": "footer", "column_keys": {"pii": ["ssn"]}}
+BY_MONTH = {"footer_key": "footer", "column_keys": {"pii": ["ssn"]}, "unlisted_columns": "plaintext"}
 LATE: dict[str, dict[str, Any]] = {
     "pyarrow encrypts": BY_MONTH,
     "the module encryptor does": {**BY_MONTH, "algorithm": "AES_GCM_V1", "double_wrapping": False},

@@ -112,7 +112,7 @@ def pipeline(place: Place, name: str, *more: Any, **options: Any) -> Seen:
     spark: Any = FakeSpark(2)
     report = getattr(pipelines, name)(spark, place.folder, *more, place.config, **options)
     rows = [row for row in report.rows() if row["outcome"] not in ("left out", "copied")]
-    bad = ("failed", "incomplete", "violated")
+    bad = ("failed", "incomplete", "does not conform")
     failed = {row["path"]: str(row["error"]) for row in rows if row["error"] is not None or row["outcome"] in bad}
     if name == "verify":
         return Seen([row["path"] for row in rows], failed, "", not failed)
@@ -182,7 +182,7 @@ def make_place(tmp_path: Path, *, plain: bool) -> Place:
     config = tmp_path / "config.yaml"
     config.write_text(
         f"version: 1\nkms: {{type: in_memory, keys: {json.dumps(KEYS)}}}\n"
-        "tables: {t: {footer_key: footer, column_keys: {pii: [name]}}}\n"
+        "tables: {t: {footer_key: footer, column_keys: {pii: [name]}, unlisted_columns: plaintext}}\n"
         "rotation: {moves: {}}\n"
     )
     config.chmod(0o600)

@@ -317,5 +317,13 @@ def configuration(tmp_path: Path, case: Case) -> Path:
     for file in (secret, path):
         file.touch()
         file.chmod(0o600)
-    path.write_text(json.dumps({"version": 1, "kms": kms, "tables": {"t": {"footer_key": "kf", **case.settings}}}))
+    path.write_text(
+        json.dumps(
+            {
+                "version": 1,
+                "kms": kms,
+                "tables": {"t": {"footer_key": "kf", "unlisted_columns": "plaintext", **case.settings}},
+            }
+        )
+    )
     return path

@@ -87,12 +87,19 @@ class TokenKms(FaultyKms):
 
 
 def keytools(kms: FaultyKms, **settings: Any) -> Keytools:
-    table = {"footer_key": "kf", "column_keys": {"ka": ["a"], "kb": ["b"]}} | settings
+    table = {
+        "footer_key": "kf",
+        "column_keys": {"ka": ["a"], "kb": ["b"]},
+        "unlisted_columns": "plaintext",
+    } | settings
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
         "data_keys": {name: base64.b64encode(key).decode() for name, key in DATA_KEYS.items()},
-        "tables": {"t": table, "d": {"footer_key": "df", "column_keys": {"da": ["a"]}}},
+        "tables": {
+            "t": table,
+            "d": {"footer_key": "df", "column_keys": {"da": ["a"]}, "unlisted_columns": "plaintext"},
+        },
     }
     return Keytools(parse_configuration(document), kms=kms)
 

@@ -40,6 +40,7 @@ tables:
   t:
     footer_key: kf
     column_keys: {{kc: [b]}}
+    unlisted_columns: plaintext
     {settings}
 """
 
@@ -208,7 +209,7 @@ def test_a_configuration_needs_no_kms_where_a_client_is_given(tmp_path: Path) ->
                 pickle.loads(pickle.dumps(thing))
     with pytest.raises(ConfigurationError, match="no kms"):
         Keytools.from_mapping(yaml.safe_load(text))
-    wrong = {"version": 1, "tables": {"t": {"footer_key": "kx"}}}
+    wrong = {"version": 1, "tables": {"t": {"footer_key": "kx", "unlisted_columns": "plaintext"}}}
     with pytest.raises(ConfigurationError, match="'kx'"):
         Keytools.from_mapping(wrong, kms=kms)
 
@@ -220,7 +221,7 @@ def with_kms(kms: FaultyKms) -> Keytools:
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(KEYS)},
-        "tables": {"t": {"footer_key": "kf", "column_keys": {"kc": ["b"]}}},
+        "tables": {"t": {"footer_key": "kf", "column_keys": {"kc": ["b"]}, "unlisted_columns": "plaintext"}},
     }
     return Keytools(parse_configuration(document), kms=kms, clock=TurnedClock())
 
@@ -397,7 +398,13 @@ def test_a_data_key_for_footer_and_column_is_the_footers(tmp_path: Path) -> None
         {
             "version": 1,
             "data_keys": {"k": key, "other": base64.b64encode(bytes(16)).decode()},
-            "tables": {"t": {"footer_key": "k", "column_keys": {"k": ["a"], "other": ["b"]}}},
+            "tables": {
+                "t": {
+                    "footer_key": "k",
+                    "column_keys": {"k": ["a"], "other": ["b"]},
+                    "unlisted_columns": "plaintext",
+                }
+            },
         }
     )
     path = tmp_path / "x.parquet"

@@ -114,7 +114,7 @@ class Pages:
     def keytools(self) -> Keytools:
         keys = {name: base64.b64encode(data_key(name)).decode() for name in ("kf", "k1")}
         column = {"unlisted_columns": "footer_key"} if self.is_left_to_arrow else {"column_keys": {"k1": ["id"]}}
-        table = {"footer_key": "kf", **column}
+        table = {"footer_key": "kf", "unlisted_columns": "plaintext", **column}
         return Keytools.from_mapping({"version": 1, "data_keys": keys, "tables": {"t": table}})
 
 

@@ -252,6 +252,17 @@ VerifyConfigOption = Annotated[
 ]
 
 
+AllowPlaintextOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-plaintext",
+        metavar="GLOB",
+        help="Accept plaintext files of a folder whose path within it this glob matches; may be repeated.",
+    ),
+]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Exit with 1 for weaknesses, too.")]
+
+
 @with_options(ReportOptions)
 def verify_command(
     paths: PathsArgument,
@@ -259,14 +270,17 @@ def verify_command(
     table: TableOption = None,
     aad_prefix: AadPrefixOption = None,
     parts: PartsOption = None,
+    allow_plaintext: AllowPlaintextOption = None,
+    strict: StrictOption = False,
     processes: ProcessesOption = None,
 ) -> None:
     """Check files against the encryption specification, rule by rule.
 
     Without a configuration, only rules that need no key are checked, and nothing is authenticated. With a
     configuration, every module is authenticated, and the file is compared with its table. A folder is checked as
-    one data set. The exit status is 0 only if everything could be checked and conforms, and 3 if the KMS cannot be
-    reached.
+    one data set, and may hold no plaintext data, under any name. The verdict is *conforms*, *conforms, with
+    weaknesses*, *does not conform*, or *incomplete* if not everything could be checked. The exit status is 0 for
+    the first two, and 3 if the KMS cannot be reached.
     """
     from parquet_keytools.cli.conformance_report import show_data_set, show_file
     from parquet_keytools.conformance import verification
@@ -280,6 +294,8 @@ def verify_command(
     kind = location.info().type.name
     if parts is not None and kind == "File":
         raise typer.BadParameter("parts are files of a folder, and PATH is one file.")
+    if allow_plaintext and kind == "File":
+        raise typer.BadParameter("--allow-plaintext is for files of a folder, and PATH is one file.")
     if kind == "NotFound":
         raise FileNotFoundError(errno.ENOENT, "no such file or folder", paths[0])
     with contextlib.ExitStack() as stack:
@@ -294,7 +310,11 @@ def verify_command(
         if kind == "Directory":
             with progress_bar() as progress, command_line_processes(processes):
                 data_set = verify_folder(
-                    location, aad_prefix=aad_prefix, part_count=parts, on_progress=progress.count
+                    location,
+                    aad_prefix=aad_prefix,
+                    part_count=parts,
+                    allow_plaintext=allow_plaintext or (),
+                    on_progress=progress.count,
                 )
             print_json(data_set.to_dict()) if json_wanted() else show_data_set(data_set)
             if data_set.not_attempted:
@@ -309,5 +329,5 @@ def verify_command(
             verdict, kms_is_unavailable = report.verdict, report.kms_is_unavailable
     if verdict is Verdict.INCOMPLETE and kms_is_unavailable:
         raise typer.Exit(ExitStatus.KMS_FAILED)
-    if verdict is not Verdict.CONFORMS:
+    if not verdict.conforms or (strict and verdict is Verdict.WEAK):
         raise typer.Exit(ExitStatus.NO)

@@ -103,7 +103,9 @@ def _add_protection(root: Branch, shown: Inspection) -> None:
             branch.add(f"key unavailable: {printable(shown.footer_denied)}", _RED)
         branch.add(f"at byte {shown.footer_offset:,}, {shown.footer_length:,} bytes")
     if shown.num_rows is not None:
-        root.add(f"{shown.num_rows:,} rows, written by {printable(shown.created_by or 'an unnamed writer')}")
+        root.add(
+            f"{number_of(shown.num_rows, 'row')}, written by {printable(shown.created_by or 'an unnamed writer')}"
+        )
     if shown.key_values:
         values = ", ".join(f"{printable(key)} ({size_text(length)})" for key, length in shown.key_values.items())
         root.add(f"key-value metadata: {values}")
@@ -112,7 +114,7 @@ def _add_protection(root: Branch, shown: Inspection) -> None:
 def _add_columns(root: Branch, shown: Inspection, palette: _Palette) -> None:
     if not shown.columns:
         return
-    branch = root.add(f"{len(shown.columns)} columns")
+    branch = root.add(number_of(len(shown.columns), "column"))
     for column in shown.columns:
         style = palette.style(column.key_title(shown.footer_key))
         leaf = branch.add(f"{printable(column.path)}: {_column_text(column)}", style)
@@ -133,11 +135,11 @@ def _column_text(column: InspectedColumn) -> str:
 def _add_row_groups(root: Branch, shown: Inspection, palette: _Palette) -> None:
     if not shown.row_groups:
         return
-    branch = root.add(f"{len(shown.row_groups)} row groups")
+    branch = root.add(number_of(len(shown.row_groups), "row group"))
     for row_group in shown.row_groups[:_MOST_ROW_GROUPS]:
         size = "" if row_group.total_compressed_size is None else f", {size_text(row_group.total_compressed_size)}"
         place = "" if row_group.file_offset is None else f" at byte {row_group.file_offset:,}"
-        leaf = branch.add(f"row group {row_group.ordinal}: {row_group.num_rows:,} rows{size}{place}")
+        leaf = branch.add(f"row group {row_group.ordinal}: {number_of(row_group.num_rows, 'row')}{size}{place}")
         for chunk in shown.chunks:
             if chunk.row_group_ordinal == row_group.ordinal:
                 column = shown.columns[chunk.column_ordinal]
@@ -151,9 +153,9 @@ def _chunk_text(chunk: InspectedChunk) -> str:
     counts = Counter(module.module_type for module in chunk.modules)
     size = size_text(sum(module.length for module in chunk.modules))
     start = min((module.offset for module in chunk.modules), default=0)
-    parts = [f"{chunk.num_values:,} values, {size} from byte {start:,}"]
+    parts = [f"{number_of(chunk.num_values, 'value')}, {size} from byte {start:,}"]
     if counts[ModuleType.DATA_PAGE_HEADER]:
-        parts.append(f"{counts[ModuleType.DATA_PAGE]} data pages")
+        parts.append(number_of(counts[ModuleType.DATA_PAGE], "data page"))
     if counts[ModuleType.DICTIONARY_PAGE]:
         parts.append("dictionary")
     if counts[ModuleType.OFFSET_INDEX] or counts[ModuleType.COLUMN_INDEX]:
@@ -231,6 +233,7 @@ _MOST_ALIKE = 3
 _SEVERITY_COLOURS = {Severity.VIOLATION: "red", Severity.WEAKNESS: "yellow", Severity.NOTE: "cyan"}
 _VERDICTS = {
     Verdict.CONFORMS: ("conforms", "green"),
+    Verdict.WEAK: ("conforms, with weaknesses", "yellow"),
     Verdict.VIOLATED: ("DOES NOT CONFORM", "red"),
     Verdict.INCOMPLETE: ("COULD NOT BE FULLY CHECKED", "yellow"),
 }
@@ -249,7 +252,10 @@ def show_file(report: FileReport) -> None:
     if report.damage is not None:
         _show_damage(report.damage)
     counts = Counter(result.outcome for result in report.rules)
-    answer(f"  rules: {', '.join(f'{counts[outcome]} {outcome.value}' for outcome in Outcome if counts[outcome])}")
+    outcomes = [
+        f"{counts[outcome]} {_outcome_text(outcome, counts[outcome])}" for outcome in Outcome if counts[outcome]
+    ]
+    answer(f"  rules: {', '.join(outcomes)}")
     answer(f"  {_verdict_text(report.verdict, [report])}")
 
 
@@ -278,14 +284,14 @@ def show_data_set(report: DataSetReport) -> None:
         for reason in result.reasons:
             answer(f"  {_YELLOW('not checked')} {result.rule.id}: {reason}")
     verdicts = Counter(file.verdict for file in report.files)
-    counts = ", ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in Verdict if verdicts[verdict])
+    counts = "; ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in Verdict if verdicts[verdict])
     answer(f"  files: {counts or 'none'}")
     answer(f"  {_verdict_text(report.verdict, report.files)}")
 
 
 def _flaws(file: FileReport) -> tuple[object, ...]:
     """Return a value that is equal for files that do not conform in the same way; empty if the file conforms."""
-    if file.verdict is Verdict.CONFORMS:
+    if file.verdict.conforms:
         return ()
     return (
         file.verdict,
@@ -306,6 +312,10 @@ def _show_conforming(files: Sequence[FileReport]) -> None:
     for rule in sorted(broken, key=_severity):
         answer(f"  {_heading(rule)} in {broken[rule]:,} of them")
         _show_rule(rule)
+
+
+def _outcome_text(outcome: Outcome, number: int) -> str:
+    return "hold" if outcome is Outcome.HOLDS and number != 1 else outcome.value
 
 
 def _heading(rule: Rule) -> str:
@@ -366,7 +376,7 @@ def _show_damage(damage: Damage) -> None:
         answer(f"  and parts of {len(damage.losses) - _MOST_LOSSES} more chunks")
     if damage.losses:
         answer(
-            f"  readable: {len(damage.readable_row_groups)} of {damage.row_groups} row groups; "
+            f"  readable: {len(damage.readable_row_groups)} of {number_of(damage.row_groups, 'row group')}; "
             "`decrypt --salvage` writes these"
         )
 

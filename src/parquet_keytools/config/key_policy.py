@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import Literal
 
 from parquet_keytools.config.document import MOST_REPORTED, Mistake, YamlPath, did_you_mean, one_of
@@ -169,6 +170,11 @@ ColumnPath = tuple[str, ...]
 WILDCARD = re.compile(r"[*?]")
 """The characters that make a pattern of `column_keys` a glob."""
 
+HOW_TO_DECIDE = (
+    "List each under a key in column_keys, or in plaintext_columns; or set `unlisted_columns: footer_key` or "
+    "`unlisted_columns: plaintext`, for these and all later columns."
+)
+
 
 @dataclass(frozen=True)
 class ChosenKey:
@@ -196,6 +202,7 @@ def resolve_columns(
     *,
     for_reading: bool = False,
     ignores_case: bool = False,
+    may_be_undecided: bool = False,
 ) -> dict[ColumnPath, ChosenKey]:
     """Return the key of every leaf column of a schema, in the order of `leaf_paths`.
 
@@ -212,10 +219,11 @@ def resolve_columns(
             the name to take the key away from other columns.
         ignores_case: Whether patterns also cover columns without another key in any case, for readers that ignore
             case.
+        may_be_undecided: Whether columns that the table does not decide about are plaintext, and no error.
 
     Raises:
-        ConfigurationError: A pattern covers no column, a column has two keys, or a column is not listed under
-            `unlisted_columns: error`. The error reports all of them.
+        ConfigurationError: A pattern covers no column, a column has two keys, or the table does not decide about a
+            column; see `undecided_columns`. The error reports all of them.
     """
     _, table = configuration.select_table(table_name)
     if table.unlisted_columns == "footer_key":
@@ -259,10 +267,9 @@ def resolve_columns(
     if for_reading:
         more = partial(dotted_paths.also_covered_by, ignores_case=ignores_case)
         give_keys(more, must_cover=False, spared=covered)
-    if table.unlisted_columns == "error" and not for_reading:
-        mistakes += _unlisted(
-            table_name, table, dotted_paths, [leaf for leaf in leaf_paths if leaf not in covered]
-        )
+    if not for_reading:
+        if not may_be_undecided:
+            mistakes += _undecided(table_name, table, leaf_paths)
         mistakes += _listed_as_plaintext(table_name, table, dotted_paths, covered)
     if mistakes:
         raise configuration.error_for(mistakes)
@@ -291,18 +298,27 @@ def digest_columns(
     return frozenset(covered)
 
 
-def _unlisted(
-    table_name: str, table: TableSettings, dotted_paths: _DottedPaths, without_key: Sequence[ColumnPath]
-) -> Iterator[Mistake]:
-    """Yield a mistake for each column that has no key and is not listed as plaintext."""
-    plaintext = {leaf for pattern in table.plaintext_columns for leaf in dotted_paths.covered_by(pattern)}
-    for leaf in without_key:
-        if leaf not in plaintext:
-            yield Mistake(
-                ("tables", table_name, "unlisted_columns"),
-                f"column {'.'.join(leaf)!r} is not listed, so nothing is written.",
-                "List it under column_keys or plaintext_columns.",
-            )
+def undecided_columns(table: TableSettings, leaf_paths: Sequence[ColumnPath]) -> list[ColumnPath]:
+    """Return the leaf columns that a table with `unlisted_columns: error` lists nowhere."""
+    if table.unlisted_columns != "error":
+        return []
+    dotted_paths = _DottedPaths(leaf_paths)
+    patterns = [*table.plaintext_columns, *chain.from_iterable(table.column_keys.values())]
+    listed = {leaf for pattern in patterns for leaf in dotted_paths.covered_by(pattern)}
+    return [leaf for leaf in leaf_paths if leaf not in listed]
+
+
+def _undecided(table_name: str, table: TableSettings, leaf_paths: Sequence[ColumnPath]) -> Iterator[Mistake]:
+    """Yield one mistake that names all undecided columns."""
+    names = [".".join(leaf) for leaf in undecided_columns(table, leaf_paths)]
+    if names:
+        shown = ", ".join(map(repr, names[:MOST_REPORTED]))
+        more = f" and {len(names) - MOST_REPORTED} more" if len(names) > MOST_REPORTED else ""
+        yield Mistake(
+            ("tables", table_name, "unlisted_columns"),
+            f"the table does not say how to protect these columns, so nothing is written: {shown}{more}.",
+            HOW_TO_DECIDE,
+        )
 
 
 def _listed_as_plaintext(

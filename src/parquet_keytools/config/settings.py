@@ -178,13 +178,13 @@ class TableSettings(StrictSettings):
         "digests: dotted paths, parents, or globs.",
     )
     unlisted_columns: Literal["plaintext", "footer_key", "error"] = Field(
-        default="plaintext",
-        description="How to treat columns that no key lists: leave them in plaintext, encrypt them with the "
-        "footer's key, or refuse to write until each is under column_keys or plaintext_columns.",
+        default="error",
+        description="How to treat columns that no key lists: refuse to write until each is under column_keys or "
+        "plaintext_columns, leave them in plaintext, or encrypt them with the footer's key.",
     )
     plaintext_columns: tuple[Text, ...] = Field(
         default=(),
-        description="Columns that stay plaintext with `unlisted_columns: error`: dotted paths, parents, or globs.",
+        description="Columns that stay plaintext: dotted paths, parents, or globs.",
     )
     plaintext_footer: StrictBool = Field(
         default=False,
@@ -537,6 +537,8 @@ class Configuration(StrictSettings):
                 yield Mistake(("tables", name, "algorithm"), message, "AES_GCM_V1 protects it.")
             if not table.column_keys and table.unlisted_columns != "footer_key":
                 what = "nothing is encrypted" if table.plaintext_footer else "only the footer is encrypted"
+                if table.unlisted_columns == "error" and not table.plaintext_columns:
+                    what = "no column can be written"
                 message = f"{what}: there are no column_keys, and unlisted_columns is {table.unlisted_columns}."
                 yield Mistake(("tables", name), message)
 

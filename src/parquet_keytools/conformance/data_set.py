@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import islice
 
 from parquet_keytools.conformance.file_verifier import FileFacts
@@ -138,12 +139,18 @@ class Surroundings:
         listed_files: Paths within the folder of the files that a summary file lists.
         orphaned_key_materials: Names of key material files whose Parquet file is not there.
         plaintext_passed_over: Paths within the folder of plaintext Parquet files that readers pass over.
+        other_data: Path within the folder of each data file of another format -> its format.
+        unread: Path within the folder of what could be data, and cannot be read -> why.
+        allowed_plaintext: Globs of paths within the folder of plaintext files that are accepted.
     """
 
     summary_files: Collection[str] = ()
     listed_files: Collection[str] = ()
     orphaned_key_materials: Collection[str] = ()
     plaintext_passed_over: Collection[str] = ()
+    other_data: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
+    allowed_plaintext: Collection[str] = ()
 
 
 def check_data_set(
@@ -201,16 +208,31 @@ def _check_keys(encrypted: Sequence[Member], nonces: SharedNonces, book: RuleBoo
 def _check_plaintext(
     members: Sequence[Member], encrypted: Sequence[Member], surroundings: Surroundings, book: RuleBook
 ) -> None:
-    if not encrypted:
-        return
+    def is_allowed(name: str) -> bool:
+        return matches_any(name, surroundings.allowed_plaintext)
+
     for member in members:
-        if member.facts.mode is FooterMode.UNENCRYPTED:
+        if member.facts.mode is FooterMode.UNENCRYPTED and not is_allowed(member.name):
             book.broken("plaintext-among", f"{member.name} is not encrypted.")
     for name in surroundings.plaintext_passed_over:
-        book.broken("plaintext-passed-over", f"{name} begins as a plaintext file does.")
-    for name in surroundings.summary_files:
-        book.broken("summary-file", f"{name} is beside encrypted files.")
-    book.holds("plaintext-among", "plaintext-passed-over", "summary-file")
+        if not is_allowed(name):
+            book.broken("plaintext-passed-over", f"{name} begins as a plaintext file does.")
+    for name, kind in surroundings.other_data.items():
+        if not is_allowed(name):
+            book.broken("other-data", f"{name} is {kind}, in plaintext.")
+    for name, reason in surroundings.unread.items():
+        if not is_allowed(name):
+            book.not_checked("plaintext-passed-over", f"{name} cannot be read: {reason}")
+    if encrypted:
+        for name in surroundings.summary_files:
+            book.broken("summary-file", f"{name} is beside encrypted files.")
+        book.holds("summary-file")
+    book.holds("plaintext-among", "plaintext-passed-over", "other-data")
+
+
+def matches_any(name: str, globs: Iterable[str]) -> bool:
+    """Return whether one of some globs matches a path within a folder; `*` matches `/`, too."""
+    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _check_listed(members: Sequence[Member], surroundings: Surroundings, book: RuleBook) -> None:

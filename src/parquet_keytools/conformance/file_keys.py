@@ -278,12 +278,15 @@ class Expectation:
     Attributes:
         path: Where it lies, whose folders must not give values to its protected columns.
         aad_prefix: The AAD prefix that it must have; None takes what it stores.
+        allow_plaintext: Whether it may be plaintext, and is compared with its table nevertheless, as readers do.
+        accept_plaintext: Whether it may be plaintext, and then is not compared.
         table: Compares it with its table, as readers do; None where there is none.
         without_table: Why there is none, though there are tables; empty where there are none.
     """
 
     aad_prefix: ExpectedAadPrefix | None = None
     allow_plaintext: bool = False
+    accept_plaintext: bool = False
     table: TableCheck | None = None
     without_table: str = ""
     path: str = ""
@@ -314,7 +317,7 @@ def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: Fi
     book.check("wanted-prefix", may_be_stored or not is_stored, "the prefix is stored.")
     is_known, key = _key(FOOTER, envelope.key_metadata, keys, book)
     found = table.footer_mismatches(envelope.algorithm, key)
-    _note(found if is_known else [mismatch for mismatch in found if mismatch.what == "algorithm"], book)
+    _note(found if is_known else [mismatch for mismatch in found if mismatch.what == "algorithm"], table, book)
     book.holds("wanted-algorithm", *(["wanted-keys"] if is_known else []))
 
 
@@ -336,8 +339,15 @@ def check_table_of_columns(
         _check_length(FOOTER, footer_key, table, keys, book)
     if not footer.row_groups or not is_known:
         return
+    from parquet_keytools.config.key_policy import undecided_columns
     from parquet_keytools.files.table_check import SeenColumn
 
+    undecided = set(undecided_columns(table.settings, [column.path for column in footer.columns]))
+    for column in footer.columns:
+        if column.path in undecided and column.encryption is ColumnEncryption.PLAINTEXT:
+            name = ".".join(column.path)
+            message = f"column {name!r} is plaintext; table {table.table_name!r} does not say how to protect it."
+            book.broken("wanted-encryption", message)
     seen: list[SeenColumn] = []
     for column in footer.columns:
         key = None
@@ -348,7 +358,7 @@ def check_table_of_columns(
             _check_length(column.path, key, table, keys, book)
         seen.append(SeenColumn(column.path, column.encryption, key))
     try:
-        _note(table.column_mismatches(footer_key, seen), book)
+        _note(table.column_mismatches(footer_key, seen), table, book)
     except ConfigurationError as error:
         for rule_id in ("wanted-keys", "wanted-encryption"):
             book.not_checked(rule_id, str(error))
@@ -371,9 +381,12 @@ def _key(
         return False, None
 
 
-def _note(mismatches: Sequence[TableMismatch], book: RuleBook) -> None:
+def _note(mismatches: Sequence[TableMismatch], table: TableCheck, book: RuleBook) -> None:
     for mismatch in mismatches:
-        book.broken(_RULE_OF[mismatch.what], f"{mismatch}.")
+        text = str(mismatch)
+        if mismatch.what == "plaintext column":
+            text = f"column {mismatch.column!r} is plaintext; table {table.table_name!r} says {mismatch.wanted}"
+        book.broken(_RULE_OF[mismatch.what], f"{text}.")
 
 
 def _check_length(

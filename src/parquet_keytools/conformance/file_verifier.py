@@ -210,6 +210,8 @@ class _FileVerifier:
     def _unencrypted(self, envelope: Envelope) -> Damage | None:
         self._facts = replace(self._facts, mode=envelope.mode)
         footer = self._footer(envelope, plaintext_metadata(envelope, self._book))
+        if self._expectation.accept_plaintext and not self._book.is_broken("algorithm-stated"):
+            return None
         if not self._expectation.allow_plaintext and not self._book.is_broken("algorithm-stated"):
             self._book.broken("encrypted", "the file is a plaintext Parquet file.")
         if footer is None:

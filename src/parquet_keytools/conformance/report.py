@@ -270,10 +270,17 @@ class Verdict(Enum):
     """What the whole comes to."""
 
     CONFORMS = "conforms"
-    VIOLATED = "violated"
+    WEAK = "conforms, with weaknesses"
+    """Only rules whose breach is a weakness are broken."""
+    VIOLATED = "does not conform"
     """A rule whose breach is a violation is broken."""
     INCOMPLETE = "incomplete"
     """Nothing is violated as far as could be seen, and not all that was asked for could be checked."""
+
+    @property
+    def conforms(self) -> bool:
+        """Whether all that was asked for was checked, and no violation was found."""
+        return self in (Verdict.CONFORMS, Verdict.WEAK)
 
 
 @dataclass(frozen=True)
@@ -366,7 +373,7 @@ class FileReport(Summarised):
     def verdict(self) -> Verdict:
         """What it comes to."""
         verdict = verdict_of(self.rules, with_keys=self.with_keys)
-        if verdict is Verdict.CONFORMS and not all(self._is_answered(rule_id) for rule_id in self.asked_for):
+        if verdict.conforms and not all(self._is_answered(rule_id) for rule_id in self.asked_for):
             return Verdict.INCOMPLETE
         return verdict
 
@@ -376,7 +383,7 @@ class FileReport(Summarised):
     @property
     def conforms(self) -> bool:
         """Whether all that was asked for was checked, and no violation was found."""
-        return self.verdict is Verdict.CONFORMS
+        return self.verdict.conforms
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -433,18 +440,18 @@ class DataSetReport(Summarised):
     def verdict(self) -> Verdict:
         """What it comes to: the worst of the files and of the data set."""
         with_keys = all(report.with_keys for report in self.files)
-        verdicts = {report.verdict for report in self.files} | {verdict_of(self.rules, with_keys=with_keys)}
         if not self.files:
             return Verdict.INCOMPLETE
-        for verdict in (Verdict.VIOLATED, Verdict.INCOMPLETE):
-            if verdict in verdicts:
-                return verdict
-        return Verdict.CONFORMS
+        verdicts = [*(report.verdict for report in self.files), verdict_of(self.rules, with_keys=with_keys)]
+        # Whether a file is plaintext shows without keys, if the file can be read.
+        if any(result.rule.id == "plaintext-passed-over" and result.reasons for result in self.rules):
+            verdicts.append(Verdict.INCOMPLETE)
+        return worst_of(verdicts)
 
     @property
     def conforms(self) -> bool:
         """Whether all that was asked for was checked, and no violation was found."""
-        return self.verdict is Verdict.CONFORMS
+        return self.verdict.conforms
 
     def summary(self) -> Mapping[str, object]:
         """Return the facts in short."""
@@ -470,7 +477,15 @@ def verdict_of(results: Sequence[RuleResult], *, with_keys: bool) -> Verdict:
         return Verdict.VIOLATED
     if with_keys and any(result.outcome is Outcome.NOT_CHECKED or result.reasons for result in results):
         return Verdict.INCOMPLETE
+    if any(result.outcome is Outcome.BROKEN and result.rule.severity is Severity.WEAKNESS for result in results):
+        return Verdict.WEAK
     return Verdict.CONFORMS
+
+
+def worst_of(verdicts: Collection[Verdict]) -> Verdict:
+    """Return the worst verdict; `CONFORMS` if there is none."""
+    worst = (Verdict.VIOLATED, Verdict.INCOMPLETE, Verdict.WEAK)
+    return next((verdict for verdict in worst if verdict in verdicts), Verdict.CONFORMS)
 
 
 def document_of(value: Any) -> Any:

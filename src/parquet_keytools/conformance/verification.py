@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from parquet_keytools import audit
-from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set
+from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set, matches_any
 from parquet_keytools.conformance.file_keys import (
     Expectation,
     MaterialFinder,
@@ -43,7 +43,7 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import check_column_keys, check_footer_key, open_files, refuse_ctr
 from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.file_layout import MAGIC, MAGIC_LENGTH
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
@@ -122,6 +122,7 @@ def verify_folder(
     aad_prefix: str | bytes | None = None,
     *,
     part_count: int | None = None,
+    allow_plaintext: Sequence[str] = (),
     on_progress: Progress | None = None,
 ) -> DataSetReport:
     """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
@@ -129,7 +130,7 @@ def verify_folder(
     reports: list[FileReport] = []
     members: list[Member] = []
     files = [entry for entry in found if isinstance(entry, ParquetFile)]
-    verify = MemberVerifier(keys, table_name, aad_prefix)
+    verify = MemberVerifier(keys, table_name, aad_prefix, folder, allow_plaintext)
     locations = {file.location.path_within(folder): file.location for file in files}
 
     def read_again(names: Collection[str], part: NoncePart) -> Iterator[tuple[str, FileNonces | None]]:
@@ -160,20 +161,34 @@ def verify_folder(
         [entry for entry in found if isinstance(entry, Unseen)],
         part_count=part_count,
         not_attempted=not_attempted,
+        allow_plaintext=allow_plaintext,
     )
 
 
 class MemberVerifier:
-    """Verifies files with one table of a configuration, here or in worker processes."""
+    """Verifies files with one table of a configuration, here or in worker processes.
 
-    def __init__(self, keys: KeyService | None, table_name: str | None, aad_prefix: str | bytes | None) -> None:
+    Globs of accepted plaintext files are compared with paths within the folder.
+    """
+
+    def __init__(
+        self,
+        keys: KeyService | None,
+        table_name: str | None,
+        aad_prefix: str | bytes | None,
+        folder: FileLocation | None = None,
+        allow_plaintext: Sequence[str] = (),
+    ) -> None:
         self._keys = keys
         self._table_name = table_name
         self._aad_prefix = aad_prefix
+        self._folder = folder
+        self._allow_plaintext = allow_plaintext
         self._kms_keys = keys.kms_keys() if keys is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _verifier_in_worker, (self._keys, self._table_name, self._aad_prefix, fingerprint_key())
+        arguments = (self._keys, self._table_name, self._aad_prefix, self._folder, self._allow_plaintext)
+        return _verifier_in_worker, (fingerprint_key(), arguments)
 
     def prepare(self, locations: Sequence[FileLocation]) -> None:
         """Unwrap the keys of files with two requests to the KMS. The files are verified afterwards, one by one.
@@ -255,25 +270,27 @@ class MemberVerifier:
 
     def _expectation(self, source: ByteSource, location: FileLocation) -> Expectation:
         keys, table_name, aad_prefix = self._keys, self._table_name, self._aad_prefix
+        is_allowed = self._folder is not None and matches_any(
+            location.path_within(self._folder), self._allow_plaintext
+        )
         if keys is None:
             prefix = None if aad_prefix is None else ExpectedAadPrefix.of(aad_prefix)
-            return Expectation(prefix, path=location.path)
+            return Expectation(prefix, accept_plaintext=is_allowed, path=location.path)
         number = len(keys.configuration.tables)
         table = self._table
         return Expectation(
             aad_prefix=expected_prefix(keys, source, location, table_name, aad_prefix),
             allow_plaintext=keys.configuration.reading.plaintext_files == "allow",
+            accept_plaintext=is_allowed,
             table=table,
             without_table=f"there are {number} tables, and none was named" if table is None and number else "",
             path=location.path,
         )
 
 
-def _verifier_in_worker(
-    keys: KeyService | None, table_name: str | None, aad_prefix: str | bytes | None, key: bytes
-) -> MemberVerifier:
+def _verifier_in_worker(key: bytes, arguments: tuple[Any, ...]) -> MemberVerifier:
     use_fingerprint_key(key)
-    return MemberVerifier(keys, table_name, aad_prefix)
+    return MemberVerifier(*arguments)
 
 
 def _verified(
@@ -337,6 +354,7 @@ def folder_report(
     *,
     part_count: int | None = None,
     not_attempted: Sequence[str] = (),
+    allow_plaintext: Sequence[str] = (),
 ) -> DataSetReport:
     """Check what was found in the files of a folder, wherever that was, and what else is in it."""
     unreadable = [_unreadable(entry.path, entry.reason) for entry in unseen]
@@ -345,7 +363,7 @@ def folder_report(
         (*reports, *unreadable),
         check_data_set(
             members,
-            _surroundings(folder, left_out),
+            _surroundings(folder, left_out, allow_plaintext),
             nonces,
             part_count=part_count,
         ),
@@ -354,7 +372,27 @@ def folder_report(
     )
 
 
-def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surroundings:
+def _surroundings(
+    folder: FileLocation, left_out: Sequence[LeftOut], allow_plaintext: Sequence[str]
+) -> Surroundings:
+    plaintext: list[str] = []
+    other_data: dict[str, str] = {}
+    unread: dict[str, str] = {}
+    for left in left_out:
+        if left.reason not in (LeftOutReason.PASSED_OVER, LeftOutReason.NOT_PARQUET):
+            continue
+        name = escaped_path(left.location.path_within(folder))
+        try:
+            kind = _plaintext_kind(left.location)
+        except FileNotFoundError:
+            continue
+        except (OSError, KeytoolsError) as error:
+            unread[name] = getattr(error, "strerror", None) or str(error)
+            continue
+        if kind == _PLAINTEXT_PARQUET:
+            plaintext.append(name)
+        elif kind is not None:
+            other_data[name] = kind
     summaries = [left.location for left in left_out if left.reason is LeftOutReason.SUMMARY]
     return Surroundings(
         # Dask writes one without rows, which is encrypted like any other file.
@@ -363,11 +401,10 @@ def _surroundings(folder: FileLocation, left_out: Sequence[LeftOut]) -> Surround
         orphaned_key_materials=sorted(
             {left.location.name for left in left_out if left.reason is LeftOutReason.KEY_MATERIAL}
         ),
-        plaintext_passed_over=[
-            escaped_path(left.location.path_within(folder))
-            for left in left_out
-            if left.reason is LeftOutReason.PASSED_OVER and not left.is_folder and _may_be_plaintext(left.location)
-        ],
+        plaintext_passed_over=plaintext,
+        other_data=other_data,
+        unread=unread,
+        allowed_plaintext=allow_plaintext,
     )
 
 
@@ -397,16 +434,48 @@ def _is_encrypted(location: FileLocation) -> bool:
     return envelope is not None and envelope.mode is FooterMode.ENCRYPTED_FOOTER
 
 
-def _may_be_plaintext(location: FileLocation) -> bool:
-    """Return whether a file begins as plaintext ones do, and has no footer that says that it is encrypted."""
-    try:
-        with open_source(location) as source:
-            if source.size_bytes < MAGIC_LENGTH or bytes(source.read_at(0, MAGIC_LENGTH)) != MAGIC:
-                return False
-    except (OSError, KeytoolsError):
-        return False
-    envelope = _visible_of(location)
-    return envelope is None or envelope.mode is FooterMode.UNENCRYPTED
+_PLAINTEXT_PARQUET = "a plaintext Parquet file"
+_ENCRYPTED_MAGIC = (MAGIC_ENCRYPTED_FOOTER, b"AGS1")
+"""Parquet with an encrypted footer, and streams of encrypted Iceberg tables."""
+_DATA_MAGIC = {b"Obj\x01": "Avro", b"ORC": "ORC", b"ARROW1": "Arrow"}
+_DATA_ENDINGS = {
+    "Arrow": ("arrow", "arrows", "feather", "ipc"),
+    "Avro": ("avro",),
+    "CSV": ("csv", "psv", "tsv"),
+    "JSON": ("geojson", "json", "jsonl", "ndjson"),
+    "ORC": ("orc",),
+    "XML": ("xml",),
+}
+_KIND_OF_ENDING = {ending: kind for kind, endings in _DATA_ENDINGS.items() for ending in endings}
+_COMPRESSIONS = ("br", "bz2", "deflate", "gz", "lz4", "snappy", "xz", "zip", "zst", "zstd")
+
+
+def _plaintext_kind(location: FileLocation) -> str | None:
+    """Return the format of a file that readers could take for plaintext data; None for other files.
+
+    The content decides if it has magic, else the name.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open_source(location) as source:
+        if source.size_bytes == 0:
+            return None
+        start = bytes(source.read_at(0, min(source.size_bytes, 8)))
+    if start.startswith(MAGIC):
+        # It may be encrypted, with a plaintext footer.
+        envelope = _visible_of(location)
+        is_plaintext = envelope is None or envelope.mode is FooterMode.UNENCRYPTED
+        return _PLAINTEXT_PARQUET if is_plaintext else None
+    if start.startswith(_ENCRYPTED_MAGIC):
+        return None
+    for magic, kind in _DATA_MAGIC.items():
+        if start.startswith(magic):
+            return kind
+    *_, ending = endings = location.name.lower().split(".")
+    if ending in _COMPRESSIONS and len(endings) > 1:
+        ending = endings[-2]
+    return _KIND_OF_ENDING.get(ending) if len(endings) > 1 else None
 
 
 def _unreadable(path: str, reason: str) -> FileReport:

@@ -129,7 +129,7 @@ class TableCheck:
 
     def check_patterns(self, leaf_paths: Sequence[ColumnPath]) -> None:
         """Raise `ConfigurationError` if the patterns of the table do not fit a file with these columns."""
-        resolve_columns(self._configuration, self.table_name, leaf_paths)
+        resolve_columns(self._configuration, self.table_name, leaf_paths, may_be_undecided=True)
 
     def names_key(self, path: ColumnPath, leaf_paths: Sequence[ColumnPath], key: KeyReference | None) -> bool:
         """Return whether a key is the one that the table names for a column, and not only trusted."""
@@ -193,8 +193,9 @@ class TableCheck:
         for name in partition_names(names):
             if self._unlisted == "error" and not self._stays_plaintext(name):
                 raise ConfigurationError(
-                    f"column {name!r} is not listed in the table {self.table_name!r}, and its values {are_shown}.",
-                    hint="List it under plaintext_columns, or partition by another column.",
+                    f"the table {self.table_name!r} does not say how to protect column {name!r}, and its values "
+                    f"{are_shown}.",
+                    hint="List it in plaintext_columns, or partition by another column.",
                 )
             if self._unlisted == "footer_key" and not is_planned:
                 warnings.warn(f"the values of column {name!r} {are_shown}", UserWarning, stacklevel=3)

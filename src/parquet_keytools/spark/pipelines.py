@@ -24,7 +24,7 @@ from parquet_keytools.conformance.data_set import Member
 from parquet_keytools.conformance.file_keys import use_fingerprint_key
 from parquet_keytools.conformance.file_verifier import FileFacts
 from parquet_keytools.conformance.nonces import FileNonces, Invocations, NoncePart, SharedNonces
-from parquet_keytools.conformance.report import FileReport, RuleResult, Verdict, verdict_of
+from parquet_keytools.conformance.report import FileReport, RuleResult, Verdict, verdict_of, worst_of
 from parquet_keytools.errors import (
     ConfigurationError,
     KmsError,
@@ -184,7 +184,7 @@ class VerificationReport(PipelineReport):
     @property
     def conforms(self) -> bool:
         """Whether all that was asked for was checked, and no violation was found."""
-        return self.verdict is Verdict.CONFORMS
+        return self.verdict.conforms
 
     @property
     def succeeded(self) -> bool:
@@ -970,9 +970,7 @@ def verify(
                 report.add([_of_verdict(other, 0)])
             verdicts[verdict_of(data_set.rules, with_keys=True)] += 1
         report.add(replace(other, outcome=Verdict.INCOMPLETE.value) for other in others)
-        verdict = Verdict.CONFORMS if found else Verdict.INCOMPLETE
-        for worse in (Verdict.INCOMPLETE, Verdict.VIOLATED):
-            verdict = worse if verdicts[worse] else verdict
+        verdict = worst_of(+verdicts) if found or verdicts[Verdict.VIOLATED] else Verdict.INCOMPLETE
     return VerificationReport(**vars(report.finished()), packed_rules=rules.packed(), verdict=verdict)
 
 

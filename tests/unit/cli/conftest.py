@@ -31,6 +31,7 @@ tables:
   people:
     footer_key: footer
     column_keys: {{pii: [name]}}
+    unlisted_columns: plaintext
 """
 
 Run = Callable[..., Result]
@@ -180,7 +181,12 @@ def keystore_case(tmp_path: Path, table: pa.Table) -> Callable[..., KeystoreCase
         path.write_bytes(new_keystore(("footer", "pii", "times")))
         keystore = Keystore(path, lambda: passphrase_from_file(passphrase))
         config = tmp_path / "keystore.yaml"
-        people = {"footer_key": "footer", "column_keys": {"pii": ["name"]}, **settings}
+        people = {
+            "footer_key": "footer",
+            "column_keys": {"pii": ["name"]},
+            "unlisted_columns": "plaintext",
+            **settings,
+        }
         config.write_text(
             "version: 1\nkms: {type: keystore, path: keystore.json, passphrase_file: passphrase}\n"
             f"tables:\n  people: {json.dumps(people)}\n{more}"

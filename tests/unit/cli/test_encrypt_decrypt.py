@@ -281,6 +281,7 @@ def test_rekey_to_another_table_and_configuration(
     config.write_text(
         config.read_text()
         + "  signed:\n    footer_key: times\n    plaintext_footer: true\n    column_keys: {pii: [id]}\n"
+        "    unlisted_columns: plaintext\n"
     )
     other = tmp_path / "other.yaml"
     key = base64.b64encode(bytes(range(16))).decode()

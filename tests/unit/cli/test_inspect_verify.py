@@ -161,7 +161,7 @@ assert not heavy, heavy
 def test_verify_a_good_file(run, config: Path, encrypted: Path) -> None:
     done = run("verify", encrypted, "--config", config)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.endswith("conforms\n")
+    assert done.stdout.endswith("conforms, with weaknesses\n")
     without = run("verify", encrypted)
     assert without.exit_code == 0
     assert "nothing was authenticated" in without.stdout
@@ -179,7 +179,7 @@ def test_verify_says_no(run, config: Path, encrypted: Path, plain: Path) -> None
     done = run("verify", encrypted, "--config", config, "--json")
     assert done.exit_code == 1
     document = json.loads(done.stdout)
-    assert document["verdict"] == "violated"
+    assert document["verdict"] == "does not conform"
     assert document["damage"]["file_is_lost"]
     broken = [rule["id"] for rule in document["rules"] if rule["outcome"] == "broken"]
     assert "footer-authentic" in broken
@@ -196,12 +196,82 @@ def test_verify_with_a_refused_key_is_no_pass(run, config: Path, encrypted: Path
 def test_verify_a_folder(run, config: Path, encrypted: Path, plain: Path) -> None:
     done = run("verify", encrypted.parent, "--config", config, "--json")
     assert done.exit_code == 0
-    assert json.loads(done.stdout)["verdict"] == "conforms"
+    assert json.loads(done.stdout)["verdict"] == "conforms, with weaknesses"
     (encrypted.parent / "plain.parquet").write_bytes(plain.read_bytes())
     done = run("verify", encrypted.parent, "--config", config)
     assert done.exit_code == 1
     assert "as a data set" in done.stdout
     assert run("verify", encrypted.parent, "--config", config, "--parts", 2).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("plain.parquet", None, "plaintext-among"),
+        ("_tmp/part-0", None, "plaintext-passed-over"),
+        (".hidden/people", None, "plaintext-passed-over"),
+        ("people.csv", b"id,name\n1,Ada\n", "other-data"),
+        ("_tmp/people.JSON.gz", b"\x1f\x8b1", "other-data"),
+        (".hidden/0", b"Obj\x01avro", "other-data"),
+        ("_people.orc", b"ORC", "other-data"),
+    ],
+)
+def test_plaintext_in_a_folder_fails_unless_it_is_accepted(
+    run, config: Path, encrypted: Path, plain: Path, name: str, content: bytes | None, rule: str
+) -> None:
+    folder = encrypted.parent
+    (folder / "_SUCCESS").touch()
+    (folder / "notes.txt").write_text("About this folder.")
+    assert run("verify", folder, "--config", config).exit_code == 0
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(plain.read_bytes() if content is None else content)
+    for options in (("--config", config), ()):
+        done = run("verify", folder, *options, "--json")
+        document = json.loads(done.stdout)
+        assert (done.exit_code, document["verdict"]) == (1, "does not conform")
+        assert [rule["id"] for rule in document["rules"] if rule["outcome"] == "broken"] == [rule]
+        done = run("verify", folder, *options, "--allow-plaintext", "other/*", "--allow-plaintext", name)
+        assert done.exit_code == 0, done.stdout
+        assert run("verify", folder, *options, "--allow-plaintext", "other/*").exit_code == 1
+
+
+def test_an_encrypted_file_is_verified_where_plaintext_is_accepted(run, config: Path, encrypted: Path) -> None:
+    data = bytearray(encrypted.read_bytes())
+    data[-30] ^= 1
+    encrypted.write_bytes(data)
+    assert run("verify", encrypted.parent, "--config", config, "--allow-plaintext", "*").exit_code == 1
+    assert run("verify", encrypted, "--config", config, "--allow-plaintext", "*").exit_code == 2
+
+
+def test_weaknesses_are_part_of_the_verdict_and_fail_if_strict(run, config: Path, encrypted: Path) -> None:
+    # It has no AAD prefix.
+    for path in (encrypted, encrypted.parent):
+        done = run("verify", path, "--config", config)
+        assert (done.exit_code, done.stdout.splitlines()[-1].strip()) == (0, "conforms, with weaknesses")
+        done = run("verify", path, "--config", config, "--strict", "--json")
+        assert (done.exit_code, json.loads(done.stdout)["verdict"]) == (1, "conforms, with weaknesses")
+    assert " hold, 1 broken" in run("verify", encrypted, "--config", config).stdout
+
+
+def test_without_weaknesses_a_strict_verification_succeeds(run, config: Path, plain: Path, tmp_path: Path) -> None:
+    config.write_text(config.read_text() + '    aad_prefix: "people/{file_name}"\n')
+    run("encrypt", plain, tmp_path / "bound.parquet", "--config", config)
+    done = run("verify", tmp_path / "bound.parquet", "--config", config, "--strict")
+    assert (done.exit_code, done.stdout.splitlines()[-1].strip()) == (0, "conforms")
+
+
+def test_a_plaintext_column_that_the_table_protects_is_named(run, config: Path, encrypted: Path) -> None:
+    text = config.read_text()
+    stricter = config.with_name("stricter.yaml")
+    stricter.write_text(text.replace("unlisted_columns: plaintext", "plaintext_columns: [nothing]"))
+    done = run("verify", encrypted, "--config", stricter)
+    assert done.exit_code == 1 and "violation wanted-encryption: column 'id' is plaintext; " in done.stdout
+    assert "does not say how to protect it" in done.stdout and "risk: Anyone reads them." in done.stdout
+    assert "file of another table" not in done.stdout
+    stricter.write_text(text.replace("pii: [", "pii: [id, "))
+    done = run("verify", encrypted, "--config", stricter)
+    assert "column 'id' is plaintext; table 'people' says the master key" in done.stdout
+    assert "file of another table" not in done.stdout
 
 
 def test_files_with_the_same_flaws_are_shown_once(run, config: Path, encrypted: Path, plain: Path) -> None:
@@ -221,11 +291,11 @@ def test_verify_of_a_folder_tells_once_what_many_files_have(run, config: Path, e
     done = run("verify", encrypted.parent, "--config", config)
     assert done.exit_code == 1  # one part many times
     lines = done.stdout.splitlines()
-    assert sum(line.endswith(": conforms") for line in lines) == 3
+    assert sum(line.endswith(": conforms, with weaknesses") for line in lines) == 3
     assert "22 more conform; --verbose lists all." in lines
     assert sum("weakness no-prefix in 25 of them" in line for line in lines) == 1
     done = run("verify", encrypted.parent, "--config", config, "--verbose")
-    assert sum(line.endswith(": conforms") for line in done.stdout.splitlines()) == 25
+    assert sum(line.endswith(": conforms, with weaknesses") for line in done.stdout.splitlines()) == 25
     done = run("verify", encrypted.parent)
     assert all("nothing was authenticated" in line for line in done.stdout.splitlines() if ": conforms" in line)
 

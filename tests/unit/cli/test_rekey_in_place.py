@@ -91,8 +91,11 @@ def test_it_follows_another_table_where_one_is_named(run, keystore_case) -> None
 @pytest.mark.parametrize(
     ("weaker", "lost"),
     [
-        ("{footer_key: footer, also_trusted: [pii]}", "name"),
-        ('{footer_key: footer, column_keys: {pii: ["name"]}, plaintext_footer: true}', "the footer"),
+        ("{footer_key: footer, unlisted_columns: plaintext, also_trusted: [pii]}", "name"),
+        (
+            "{footer_key: footer, column_keys: {pii: [name]}, plaintext_footer: true}",
+            "the footer",
+        ),
     ],
 )
 def test_nothing_encrypted_comes_to_lie_in_plaintext(run, keystore_case, weaker: str, lost: str) -> None:
@@ -189,7 +192,7 @@ def test_an_interrupted_run_starts_over(run, keystore_case, monkeypatch) -> None
 
 def test_a_data_key_that_stays_is_told(run, table: pa.Table, tmp_path: Path) -> None:
     old = "data_keys: {own: MDEyMzQ1Njc4OTAxMjM0NQ==}\n"
-    tables = "tables: {t: {footer_key: own, column_keys: {own: [name]}}}\n"
+    tables = "tables: {t: {footer_key: own, column_keys: {own: [name]}, unlisted_columns: plaintext}}\n"
     config, new_config, path = tmp_path / "old.yaml", tmp_path / "new.yaml", tmp_path / "x.parquet"
     config.write_text(f"version: 1\n{old}{tables}")
     new_config.write_text(f"version: 1\n{old}{tables}".replace("own", "new").replace("MDEy", "NDU2"))

@@ -77,7 +77,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resul
     """Calls a command where there are a configuration, the folder `plain`, and a session that is no Spark."""
     (tmp_path / "c.yaml").write_text(
         f"version: 1\nkms: {{type: in_memory, keys: {KEYS}}}\n"
-        "tables: {t: {footer_key: footer, column_keys: {pii: [a]}}}\n"
+        "tables: {t: {footer_key: footer, column_keys: {pii: [a]}, unlisted_columns: plaintext}}\n"
     )
     (tmp_path / "plain").mkdir()
     pq.write_table(pa.table({"a": [1, 2], "b": [3, 4]}), tmp_path / "plain" / "part-0.parquet")

@@ -32,7 +32,8 @@ def resolve(column_keys, *leaf_paths, **table):
 
 
 def test_listed_columns_get_their_key_and_others_stay_plaintext():
-    keys = resolve({"pii": ["tailnum"], "times": ["dep_time"]}, "year", "dep_time", "tailnum")
+    column_keys = {"pii": ["tailnum"], "times": ["dep_time"]}
+    keys = resolve(column_keys, "year", "dep_time", "tailnum", unlisted_columns="plaintext")
     assert keys == [PLAINTEXT, TIMES, PII]
 
 
@@ -48,7 +49,10 @@ def test_a_column_under_the_footer_keys_name_has_a_data_key_of_its_own():
 
 def test_the_order_is_that_of_the_schema():
     paths = [("c",), ("a", "x"), ("b",)]
-    assert list(resolve_columns(configuration({"pii": ["b"]}), "flights", paths)) == paths
+    assert (
+        list(resolve_columns(configuration({"pii": ["b"]}, unlisted_columns="plaintext"), "flights", paths))
+        == paths
+    )
 
 
 NAME, AGE, TAGS = ("passenger", "name"), ("passenger", "age"), ("passenger", "tags", "list", "element")
@@ -73,7 +77,7 @@ NAME, AGE, TAGS = ("passenger", "name"), ("passenger", "age"), ("passenger", "ta
 )
 def test_nested_columns(pattern, covered):
     paths = [NAME, AGE, TAGS, ("passengers",), ("tail",)]
-    keys = resolve_columns(configuration({"pii": [pattern]}), "flights", paths)
+    keys = resolve_columns(configuration({"pii": [pattern]}, unlisted_columns="plaintext"), "flights", paths)
     assert {path for path, key in keys.items() if key == PII} == covered
 
 
@@ -99,18 +103,18 @@ def test_nested_columns(pattern, covered):
 )
 def test_any_column_name_can_be_listed(name):
     others = ["a", "b", "axb", "aXXb"]
-    keys = resolve({"pii": [name.replace("${", "$${")]}, name, *others)
+    keys = resolve({"pii": [name.replace("${", "$${")]}, name, *others, unlisted_columns="plaintext")
     assert keys == [PII, *[PLAINTEXT] * len(others)]
 
 
 def test_a_literal_name_wins_over_its_meaning_as_a_glob():
-    assert resolve({"pii": ["a*"]}, "a*", "ab") == [PII, PLAINTEXT]
-    assert resolve({"pii": ["a*"]}, ("a*", "x"), "ab") == [PII, PLAINTEXT]
+    assert resolve({"pii": ["a*"]}, "a*", "ab", plaintext_columns=["ab"]) == [PII, PLAINTEXT]
+    assert resolve({"pii": ["a*"]}, ("a*", "x"), "ab", plaintext_columns=["ab"]) == [PII, PLAINTEXT]
     assert resolve({"pii": ["a*"]}, "ac", "ab") == [PII, PII]
 
 
 def test_a_name_with_a_dot_has_no_parent():
-    assert resolve({"pii": ["a"]}, ("a", "b"), ("a.b",)) == [PII, PLAINTEXT]
+    assert resolve({"pii": ["a"]}, ("a", "b"), ("a.b",), unlisted_columns="plaintext") == [PII, PLAINTEXT]
 
 
 def test_one_dotted_path_of_two_columns_covers_both():
@@ -118,7 +122,7 @@ def test_one_dotted_path_of_two_columns_covers_both():
 
 
 def test_brackets_are_no_character_class():
-    assert resolve({"pii": ["[ab]*"]}, "a1", "[ab]1") == [PLAINTEXT, PII]
+    assert resolve({"pii": ["[ab]*"]}, "a1", "[ab]1", plaintext_columns=["a1"]) == [PLAINTEXT, PII]
 
 
 def test_upper_and_lower_case_differ():
@@ -233,11 +237,29 @@ def test_every_column_gets_the_one_key_that_lists_it(leaves, column_keys, with_f
 
 
 def test_a_column_that_is_listed_nowhere_is_an_error():
-    with pytest.raises(ConfigurationError) as caught:
-        resolve({"pii": ["tailnum"]}, "tailnum", "year", "new", ("at", "deep", "x"), unlisted_columns="error")
-    text = str(caught.value)
-    assert all(f"column {name!r} is not listed" in text for name in ("year", "new", "at.deep.x"))
-    assert "tailnum" not in text and "plaintext_columns" in text
+    for table in ({}, {"unlisted_columns": "error"}):
+        with pytest.raises(ConfigurationError) as caught:
+            resolve({"pii": ["tailnum"]}, "tailnum", "year", "new", ("at", "deep", "x"), **table)
+        text = str(caught.value)
+        assert "nothing is written: 'year', 'new', 'at.deep.x'." in text and "tailnum" not in text
+        choices = (
+            "under a key in column_keys",
+            "plaintext_columns",
+            "`unlisted_columns: plaintext`",
+            "footer_key",
+        )
+        assert all(choice in text for choice in choices)
+
+
+def test_many_undecided_columns_are_counted():
+    with pytest.raises(ConfigurationError, match=r"'c19' and 81 more\."):
+        resolve({"pii": ["tailnum"]}, "tailnum", *(f"c{i}" for i in range(101)))
+
+
+def test_existing_files_are_read_with_undecided_columns():
+    made = configuration({"pii": ["tailnum"]})
+    keys = resolve_columns(made, "flights", [("tailnum",), ("iban",)], for_reading=True)
+    assert list(keys.values()) == [PII, PLAINTEXT]
 
 
 def test_columns_that_stay_plaintext_are_listed():
@@ -249,4 +271,4 @@ def test_columns_that_stay_plaintext_are_listed():
     ):
         resolve({"pii": ["tailnum"]}, "tailnum", **{**listed, "plaintext_columns": ["tail*"]})
     with pytest.raises(ConfigurationError, match="plaintext_columns needs `unlisted_columns: error`"):
-        resolve({"pii": ["tailnum"]}, "tailnum", plaintext_columns=["year"])
+        resolve({"pii": ["tailnum"]}, "tailnum", plaintext_columns=["year"], unlisted_columns="plaintext")

@@ -38,7 +38,7 @@ def test_defaults():
         "column_keys": {"pii": ("tailnum",)},
         "hash_key": None,
         "shown_columns": (),
-        "unlisted_columns": "plaintext",
+        "unlisted_columns": "error",
         "plaintext_columns": (),
         "plaintext_footer": False,
         "plaintext_footer_key_values": "drop",
@@ -168,8 +168,9 @@ def test_data_keys_are_secret():
             "tables.flights.algorithm: ",
             "not authent",
         ),
-        ({}, "tables.flights: ", "only the footer is encrypted"),
-        ({"plaintext_footer": True}, "tables.flights: ", "nothing is encrypted"),
+        ({}, "tables.flights: ", "no column can be written"),
+        ({"unlisted_columns": "plaintext"}, "tables.flights: ", "only the footer is encrypted"),
+        ({"plaintext_columns": ["a"], "plaintext_footer": True}, "tables.flights: ", "nothing is encrypted"),
     ],
 )
 def test_weak_settings_warn(fields, path, words):

@@ -32,8 +32,14 @@ _UNKNOWN_ID = 300
 
 
 def keytools(**settings: Any) -> Keytools:
-    table = {"footer_key": "kf", "column_keys": {"kc": ["secret"]}, "plaintext_footer": True, **settings}
-    hidden = {"footer_key": "kf", "column_keys": {"kc": ["secret"]}}
+    table = {
+        "footer_key": "kf",
+        "column_keys": {"kc": ["secret"]},
+        "unlisted_columns": "plaintext",
+        "plaintext_footer": True,
+        **settings,
+    }
+    hidden = {"footer_key": "kf", "column_keys": {"kc": ["secret"]}, "unlisted_columns": "plaintext"}
     return Keytools.from_mapping(
         {
             "version": 1,

@@ -28,7 +28,13 @@ POLICIES: list[dict[str, Any]] = [
 
 
 def tools(kms: InMemoryKms, **settings: Any) -> Keytools:
-    table = {"footer_key": "kf", "column_keys": {"ka": ["a"]}, "cache_lifetime_seconds": 0, **settings}
+    table = {
+        "footer_key": "kf",
+        "column_keys": {"ka": ["a"]},
+        "unlisted_columns": "plaintext",
+        "cache_lifetime_seconds": 0,
+        **settings,
+    }
     document = {"version": 1, "kms": {"type": "in_memory", "keys": list(NAMES)}, "tables": {"t": table}}
     return Keytools(parse_configuration(document), kms=kms)
 
@@ -129,7 +135,11 @@ def test_something_else_is_not_skipped(tmp_path: Path, kms: InMemoryKms, plain: 
 def test_a_target_under_other_keys_is_not_skipped(tmp_path: Path, kms: InMemoryKms, plain: Path) -> None:
     target = tmp_path / "encrypted.parquet"
     tools(kms).encrypt_file(plain, target)
-    for settings in ({"column_keys": {"kb": ["a"]}}, {"column_keys": {"ka": ["a", "b"]}}, {"footer_key": "kb"}):
+    for settings in (
+        {"column_keys": {"kb": ["a"]}},
+        {"column_keys": {"ka": ["a", "b"]}},
+        {"footer_key": "kb", "unlisted_columns": "plaintext"},
+    ):
         with pytest.raises(OutputError, match="differs from what"):
             tools(kms, **settings).encrypt_file(plain, target, overwrite=False, skip_existing=True)
 

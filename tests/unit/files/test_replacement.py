@@ -22,7 +22,7 @@ TABLE = pa.table({"part": [number % 6 for number in range(60)], "a": range(60)})
 
 
 def tools(**settings: Any) -> Keytools:
-    table = {"footer_key": "kf", "column_keys": {"ka": ["a"]}, **settings}
+    table = {"footer_key": "kf", "column_keys": {"ka": ["a"]}, "unlisted_columns": "plaintext", **settings}
     document = {"version": 1, "kms": {"type": "in_memory", "keys": ["kf", "ka"]}, "tables": {"t": table}}
     return Keytools(parse_configuration(document))
 

@@ -24,7 +24,11 @@ def column(path, encryption=PLAINTEXT, key=None):
 
 
 def check(table=None, ignores_case=False, **document):
-    settings = {"footer_key": "footer", "column_keys": {"pii": ["name", "address.*"], "times": ["at"]}}
+    settings = {
+        "footer_key": "footer",
+        "column_keys": {"pii": ["name", "address.*"], "times": ["at"]},
+        "unlisted_columns": "plaintext",
+    }
     made = {
         "version": 1,
         "kms": {"type": "aws", "region": "eu-west-1"},
@@ -117,7 +121,7 @@ def test_which_key_counts_and_not_which_dek():
 
 
 def test_data_keys_are_told_apart_by_name():
-    checked = check({"footer_key": "kf", "column_keys": {"kc": ["name"]}})
+    checked = check({"footer_key": "kf", "column_keys": {"kc": ["name"]}, "unlisted_columns": "plaintext"})
     name = column("name", COLUMN_KEY, DataKeyReference("kc"))
     assert wrong(checked, name, footer=DataKeyReference("kf")) == []
     assert wrong(checked, name, footer=DataKeyReference("kc")) == [("footer key", None)]
@@ -175,7 +179,14 @@ def test_the_kms_unwraps_with_all_keys_that_some_table_may_trust():
     document = {
         "version": 1,
         "kms": {"type": "aws", "region": "eu-west-1"},
-        "tables": {"t": {"footer_key": "footer", "column_keys": {"pii": ["a"]}, "also_trusted": ["before"]}},
+        "tables": {
+            "t": {
+                "footer_key": "footer",
+                "column_keys": {"pii": ["a"]},
+                "unlisted_columns": "plaintext",
+                "also_trusted": ["before"],
+            }
+        },
         "rotation": {"moves": {"old": "pii"}},
     }
     assert configured_master_key_ids(parse_configuration(document)) == {"footer", "pii", "before", "old"}
@@ -185,7 +196,14 @@ def test_a_key_that_is_also_trusted_has_to_be_declared():
     document = {
         "version": 1,
         "data_keys": {"kf": "MDEyMzQ1Njc4OTAxMjM0NQ=="},
-        "tables": {"t": {"footer_key": "kf", "column_keys": {"kf": ["a"]}, "also_trusted": ["kx", "kx"]}},
+        "tables": {
+            "t": {
+                "footer_key": "kf",
+                "column_keys": {"kf": ["a"]},
+                "unlisted_columns": "plaintext",
+                "also_trusted": ["kx", "kx"],
+            }
+        },
     }
     with pytest.raises(ConfigurationError, match="the key 'kx' is listed twice") as twice:
         parse_configuration(document)

@@ -92,7 +92,11 @@ def test_it_says_what_happens_when_a_key_is_disabled(tmp_path: Path, key_materia
     case.write("old.parquet")
     case.add_version()
     case.write("new.parquet")
-    of_other: dict[str, Any] = {"footer_key": "new", "column_keys": {"new": ["a"]}}
+    of_other: dict[str, Any] = {
+        "footer_key": "new",
+        "column_keys": {"new": ["a"]},
+        "unlisted_columns": "plaintext",
+    }
     case.write("other.parquet", tools=case.tools(**of_other))
     tools = case.tools()
     foretold = {
@@ -143,7 +147,10 @@ def test_files_of_all_kinds(tmp_path: Path) -> None:
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
         "data_keys": {"dk": "MDEyMzQ1Njc4OTAxMjM0NQ=="},
         "master_keys": {"name of kf": "kf"},
-        "tables": {"t": {"footer_key": "dk", "column_keys": {"ka": ["a"]}}, "u": {"footer_key": "kf", **UNIFORM}},
+        "tables": {
+            "t": {"footer_key": "dk", "column_keys": {"ka": ["a"]}, "unlisted_columns": "plaintext"},
+            "u": {"footer_key": "kf", "unlisted_columns": "plaintext", **UNIFORM},
+        },
     }
     tools = Keytools(parse_configuration(document), kms=case.kms)
     tools.write_table(TABLE, case.folder / "data_key.parquet", table_name="t")
@@ -251,7 +258,14 @@ def test_key_metadata_that_nobody_understands(tmp_path: Path, of: str) -> None:
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
         "data_keys": {"dk": base64.b64encode(bytes(16)).decode()},
-        "tables": {"t": {"footer_key": "dk", "column_keys": {"ka": ["a"]}, "plaintext_footer": True}},
+        "tables": {
+            "t": {
+                "footer_key": "dk",
+                "column_keys": {"ka": ["a"]},
+                "unlisted_columns": "plaintext",
+                "plaintext_footer": True,
+            }
+        },
     }
     tools = Keytools(parse_configuration(document), kms=case.kms)
     path = case.folder / "x.parquet"
@@ -338,7 +352,7 @@ def test_a_master_key_by_another_name(tmp_path: Path) -> None:
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": [*MASTER_KEYS, "alias"]},
-        "tables": {"t": {"footer_key": "kf", **case.settings}},
+        "tables": {"t": {"footer_key": "kf", "unlisted_columns": "plaintext", **case.settings}},
     }
     tools = Keytools(parse_configuration(document), kms=kms)
     path = case.write(tools=tools)

@@ -39,7 +39,7 @@ class Kms(InMemoryKms):
 
 
 def configured(tables: Iterable[str] = ("t",), instance_id: str = "one", **rotation: Any) -> Configuration:
-    table = {"footer_key": "kf", "column_keys": {"ka": ["a"]}}
+    table = {"footer_key": "kf", "column_keys": {"ka": ["a"]}, "unlisted_columns": "plaintext"}
     kms = {"type": "in_memory", "keys": list(NAMES), "instance_id": instance_id}
     document: dict[str, Any] = {"version": 1, "kms": kms, "tables": dict.fromkeys(tables, table)}
     return parse_configuration({**document, "rotation": rotation})

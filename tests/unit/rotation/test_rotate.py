@@ -226,7 +226,9 @@ def test_names_of_the_configuration(tmp_path: Path) -> None:
         "version": 1,
         "kms": {"type": "in_memory", "keys": ["arn:aws:kms:eu:1:key/a", "arn:aws:kms:eu:1:key/b"]},
         "master_keys": {"old": "arn:aws:kms:eu:1:key/a", "new": "arn:aws:kms:eu:1:key/b"},
-        "tables": {"t": {"footer_key": "old", "also_trusted": ["new"], **UNIFORM}},
+        "tables": {
+            "t": {"footer_key": "old", "unlisted_columns": "plaintext", "also_trusted": ["new"], **UNIFORM}
+        },
     }
     tools = Keytools(parse_configuration(document), kms=kms)
     path = tmp_path / "x.parquet"
@@ -304,7 +306,13 @@ def test_to_another_kms(tmp_path: Path, key_material: str, double: bool) -> None
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": ["kf", "ka", "cb"], "instance_id": "the other"},
-        "tables": {"t": {"footer_key": "kf", "column_keys": {"ka": ["a", "nested"], "cb": ["b"]}}},
+        "tables": {
+            "t": {
+                "footer_key": "kf",
+                "column_keys": {"ka": ["a", "nested"], "cb": ["b"]},
+                "unlisted_columns": "plaintext",
+            }
+        },
     }
     new_tools = Keytools(parse_configuration(document), kms=other)
     tools = case.tools()
@@ -639,7 +647,10 @@ def test_only_the_table_of_the_rotation_is_warned_of(tmp_path: Path, recwarn: py
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
-        "tables": {"t": {"footer_key": "kf", **case.settings}, "u": {"footer_key": "kf", **UNIFORM}},
+        "tables": {
+            "t": {"footer_key": "kf", "unlisted_columns": "plaintext", **case.settings},
+            "u": {"footer_key": "kf", "unlisted_columns": "plaintext", **UNIFORM},
+        },
     }
     path = case.write()
     tools = Keytools(parse_configuration(document), kms=case.kms)
@@ -774,8 +785,8 @@ def test_data_keys_of_the_caller(tmp_path: Path) -> None:
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
         "data_keys": keys,
         "tables": {
-            "all": {"footer_key": "dk", **UNIFORM},
-            "mixed": {"footer_key": "dk", "column_keys": {"ka": ["a"]}},
+            "all": {"footer_key": "dk", "unlisted_columns": "plaintext", **UNIFORM},
+            "mixed": {"footer_key": "dk", "column_keys": {"ka": ["a"]}, "unlisted_columns": "plaintext"},
         },
     }
     tools = Keytools(parse_configuration(document), kms=case.kms)
@@ -831,7 +842,7 @@ def test_without_a_kms(tmp_path: Path) -> None:
     document = {
         "version": 1,
         "data_keys": {"dk": "MDEyMzQ1Njc4OTAxMjM0NQ=="},
-        "tables": {"t": {"footer_key": "dk", **UNIFORM}},
+        "tables": {"t": {"footer_key": "dk", "unlisted_columns": "plaintext", **UNIFORM}},
     }
     with pytest.raises(ConfigurationError, match="no KMS"):
         Keytools.from_mapping(document).rotate(tmp_path)

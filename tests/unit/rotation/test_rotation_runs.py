@@ -175,7 +175,11 @@ def test_within_a_kms_files_go_on_to_name_their_instance(tmp_path: Path, key_mat
     case = make(tmp_path, 1, "in_memory", key_material=key_material)
     path = case.folder / "000.parquet"
     kms = {"type": "in_memory", "keys": list(MASTER_KEYS), "instance_id": "another"}
-    document = {"version": 1, "kms": kms, "tables": {"t": {"footer_key": "kf", **case.settings}}}
+    document = {
+        "version": 1,
+        "kms": kms,
+        "tables": {"t": {"footer_key": "kf", "unlisted_columns": "plaintext", **case.settings}},
+    }
     tools = Keytools(parse_configuration(document), kms=case.kms)
     before = {material.kms_instance_id for material in materials(tools, path)}
     assert tools.rotate(path).counts == Counter({Outcome.ROTATED: 1})

@@ -67,7 +67,9 @@ def keytools(**kms: Any) -> Keytools:
             {
                 "version": 1,
                 "kms": {"type": "in_memory", "keys": keys, "audit_log": True, **kms},
-                "tables": {"t": {"footer_key": "footer", "column_keys": {"pii": ["a"]}}},
+                "tables": {
+                    "t": {"footer_key": "footer", "column_keys": {"pii": ["a"]}, "unlisted_columns": "plaintext"}
+                },
             }
         )
     )

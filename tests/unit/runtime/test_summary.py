@@ -16,7 +16,7 @@ NAMES = [f"column_{number}" for number in range(40)]
 
 @pytest.fixture
 def keytools(tmp_path: Path) -> Keytools:
-    table = {"footer_key": "kf", "column_keys": {"ka": NAMES}}
+    table = {"footer_key": "kf", "column_keys": {"ka": NAMES}, "unlisted_columns": "plaintext"}
     document = {"version": 1, "kms": {"type": "in_memory", "keys": ["kf", "ka"]}, "tables": {"t": table}}
     found = Keytools(parse_configuration(document))
     for number in range(20):

@@ -222,7 +222,7 @@ def test_no_master_key_is_named_unless_it_is_asked_for(watched: Watched) -> None
 
 def test_the_configuration_asks_for_it(watched: Watched, tmp_path: Path) -> None:
     kms = {"type": "in_memory", "keys": ["footer", "pii"], "telemetry_key_ids": True}
-    tables = {"t": {"footer_key": "footer", "column_keys": {"pii": ["a"]}}}
+    tables = {"t": {"footer_key": "footer", "column_keys": {"pii": ["a"]}, "unlisted_columns": "plaintext"}}
     tools = Keytools(parse_configuration({"version": 1, "kms": kms, "tables": tables}))
     tools.write_table(pa.table({"a": [1]}), tmp_path / "x.parquet")
     assert {attributes(span)["master_key_ids"] for span in watched.named("kms.wrap")} == {("footer",), ("pii",)}

@@ -19,7 +19,7 @@ YAML = """
 version: 1
 kms: {type: keystore, path: keys/keystore.json, passphrase: "${PASSPHRASE_OF_TEST}"}
 tables:
-  t: {footer_key: footer, column_keys: {pii: [a]}}
+  t: {footer_key: footer, column_keys: {pii: [a]}, unlisted_columns: plaintext}
 """
 
 

@@ -159,7 +159,8 @@ def test_files_are_compared_with_their_table(kms: SlowKms, tmp_path: Path) -> No
     path = tmp_path / "c.yaml"
     path.write_text(
         "{version: 1, kms: {type: in_memory, keys: {footer: AAECAwQFBgcICQoLDA0ODw==, pii: "
-        "AAECAwQFBgcICQoLDA0ODg==}}, tables: {t: {footer_key: footer, column_keys: {pii: [a]}}}}"
+        "AAECAwQFBgcICQoLDA0ODg==}}, tables: {t: {footer_key: footer, "
+        "column_keys: {pii: [a]}, unlisted_columns: plaintext}}}"
     )
     request = {"table": "", "file": "f.parquet", "algorithm": "AES_GCM_V1", "footer_key": "footer"}
     with worker(kms) as asker:
@@ -183,7 +184,8 @@ def test_writes_are_compared_with_their_table_and_prove_their_keys(kms: SlowKms,
         keystore.create_key(name)
     path.write_text(
         "{version: 1, kms: {type: keystore, path: ../k.json, passphrase: of a test}, "
-        "tables: {t: {footer_key: footer, column_keys: {pii: [a]}}}}"
+        "tables: {t: {footer_key: footer, "
+        "column_keys: {pii: [a]}, unlisted_columns: plaintext}}}"
     )
     options = Keytools.from_yaml(path).spark_options("t", StructType([StructField("a", LongType())]))
     write = {"table": "t", "expected": "a", "columns": [["a"]], "options": options}
@@ -307,7 +309,7 @@ def configuration(tmp_path: Path) -> Path:
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": keys},
-        "tables": {"t": {"footer_key": "footer"}},
+        "tables": {"t": {"footer_key": "footer", "unlisted_columns": "plaintext"}},
     }
     path.write_text(json.dumps(document))
     return path
@@ -391,7 +393,8 @@ def test_a_configuration_that_is_none(process: WorkerProcess, text: str) -> None
 
 def test_generated_master_keys_are_refused(process: WorkerProcess, configuration: Path) -> None:
     configuration.write_text(
-        "{version: 1, kms: {type: in_memory, keys: [footer]}, tables: {t: {footer_key: footer}}}"
+        "{version: 1, kms: {type: in_memory, keys: [footer]}, tables: {t: {footer_key: footer, "
+        "unlisted_columns: plaintext}}}"
     )
     answer = process.start(carried_file(str(configuration)))
     assert answer.kind == Status.FAILED

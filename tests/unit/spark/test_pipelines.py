@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(
         f"version: 1\nkms: {{type: in_memory, keys: {KEYS}}}\n"
-        "tables: {t: {footer_key: footer, column_keys: {pii: [a]}}}\n"
+        "tables: {t: {footer_key: footer, column_keys: {pii: [a]}, unlisted_columns: plaintext}}\n"
     )
     return path
 

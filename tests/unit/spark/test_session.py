@@ -19,7 +19,8 @@ YAML = """
 version: 1
 kms: {type: keystore, path: keystore.json, passphrase: "${PASSPHRASE_OF_TEST}"}
 tables:
-  t: {footer_key: footer, column_keys: {pii: [a]}, aad_prefix: "{table_name}/{file_name}"}
+  t: {footer_key: footer, column_keys: {pii: [a]}, unlisted_columns: plaintext,
+      aad_prefix: "{table_name}/{file_name}"}
 """
 
 
@@ -58,7 +59,7 @@ def test_a_file_on_every_node(file: Path) -> None:
 
 
 def test_several_tables_expect_no_aad_prefix(file: Path) -> None:
-    file.write_text(YAML + "  other: {footer_key: footer, column_keys: {pii: [b]}}\n")
+    file.write_text(YAML + "  other: {footer_key: footer, column_keys: {pii: [b]}, unlisted_columns: plaintext}\n")
     assert "parquet.keytools.aad.prefix" not in hadoop(session_settings(file, jar="j"))
 
 

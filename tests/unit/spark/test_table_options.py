@@ -32,7 +32,7 @@ def keytools(table: dict[str, Any], **more: Any) -> Keytools:
     hash_keys = (
         {"digests": {"master_key": "footer", "wrapped_key": "of no use here"}} if "hash_key" in table else {}
     )
-    tables = {"t": {"footer_key": "footer"} | table}
+    tables = {"t": {"footer_key": "footer", "unlisted_columns": "plaintext"} | table}
     document = {"version": 1, "kms": kms, "hash_keys": hash_keys, "tables": tables} | more
     return Keytools.from_mapping(document)
 
@@ -152,7 +152,7 @@ def test_the_footer_alone_is_refused() -> None:
 
 
 def test_data_keys_are_refused() -> None:
-    table = {"t": {"footer_key": "kf", "column_keys": {"pii": ["name"]}}}
+    table = {"t": {"footer_key": "kf", "column_keys": {"pii": ["name"]}, "unlisted_columns": "plaintext"}}
     tools = keytools({}, data_keys={"kf": "A" * 22 + "=="}, tables=table)
     with pytest.raises(UnsupportedBySparkError, match="data keys that the caller manages"):
         tools.spark_options("t", SCHEMA)
@@ -224,8 +224,8 @@ def test_a_kms_that_was_passed_in_is_refused() -> None:
 
 def test_the_options_of_a_read() -> None:
     tables = {
-        "t": {"footer_key": "footer"},
-        "u": {"footer_key": "footer", "aad_prefix": "{table_name}/{file_name}"},
+        "t": {"footer_key": "footer", "unlisted_columns": "plaintext"},
+        "u": {"footer_key": "footer", "unlisted_columns": "plaintext", "aad_prefix": "{table_name}/{file_name}"},
     }
     tools = keytools({}, tables=tables)
     factory = {

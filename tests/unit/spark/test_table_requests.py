@@ -21,8 +21,13 @@ from parquet_keytools.spark.table_options import TableRequests, WriteRequests
 
 KMS = {"type": "in_memory", "keys": ["footer", "pii", "other"]}
 TABLES = {
-    "t": {"footer_key": "footer", "column_keys": {"pii": ["a"]}, "aad_prefix": "{table_name}/{file_name}"},
-    "u": {"footer_key": "other", "column_keys": {"pii": ["a"]}},
+    "t": {
+        "footer_key": "footer",
+        "column_keys": {"pii": ["a"]},
+        "unlisted_columns": "plaintext",
+        "aad_prefix": "{table_name}/{file_name}",
+    },
+    "u": {"footer_key": "other", "column_keys": {"pii": ["a"]}, "unlisted_columns": "plaintext"},
 }
 AS_T = [[["a"], "COLUMN_KEY", "pii"], [["b", "c"], "PLAINTEXT", None]]
 
@@ -130,7 +135,10 @@ def test_a_write_as_its_table_says_needs_these_master_keys() -> None:
 
 
 def test_only_its_own_table_concerns_a_write() -> None:
-    tables = {"t": WRITTEN | {"also_trusted": ["other"]}, "unrelated": {"footer_key": "other"}}
+    tables = {
+        "t": WRITTEN | {"also_trusted": ["other"]},
+        "unrelated": {"footer_key": "other", "unlisted_columns": "plaintext"},
+    }
     assert check_write(stored_options(), tables=tables) == ["footer", "pii"]
     # A frame may have its columns in another order.
     table = WRITTEN | {"column_keys": {"pii": ["a", "b"]}}

@@ -25,7 +25,11 @@ TABLE = pa.table({f"c{i}": range(40) for i in range(5)} | {"plain": range(40)})
 def keytools(clock: TurnedClock | None = None, **settings: Any) -> tuple[Keytools, FaultyKms]:
     """Return tools with a footer key and five column keys, and their KMS."""
     kms = FaultyKms(MASTER_KEYS)
-    table = {"footer_key": "kf", "column_keys": {f"k{i}": [f"c{i}"] for i in range(5)}} | settings
+    table = {
+        "footer_key": "kf",
+        "column_keys": {f"k{i}": [f"c{i}"] for i in range(5)},
+        "unlisted_columns": "plaintext",
+    } | settings
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
@@ -294,7 +298,7 @@ def test_two_tables_with_other_lifetimes_do_not_share_keks(tmp_path: Path) -> No
     """A table that says 60 seconds must not get a KEK of an hour ago."""
     clock = TurnedClock()
     kms = FaultyKms(MASTER_KEYS)
-    table = {"footer_key": "kf", "column_keys": {"k0": ["c0"]}}
+    table = {"footer_key": "kf", "column_keys": {"k0": ["c0"]}, "unlisted_columns": "plaintext"}
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},

@@ -27,7 +27,12 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Keytools, F
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
         "tables": {
-            "t": {"footer_key": "kf", "column_keys": {"ka": ["a"], "kb": ["b"]}, "double_wrapping": request.param}
+            "t": {
+                "footer_key": "kf",
+                "column_keys": {"ka": ["a"], "kb": ["b"]},
+                "unlisted_columns": "plaintext",
+                "double_wrapping": request.param,
+            }
         },
     }
     kms = FaultyKms(MASTER_KEYS)

@@ -46,7 +46,7 @@ def test_parts_are_read_at_the_same_time() -> None:
 
 
 def test_a_stream_is_not_read_to_its_end_after_a_failure(tmp_path: Path) -> None:
-    table = {"footer_key": "k", "column_keys": {"k": ["a"]}}
+    table = {"footer_key": "k", "column_keys": {"k": ["a"]}, "unlisted_columns": "plaintext"}
     keytools = Keytools.from_mapping(
         {"version": 1, "kms": {"type": "in_memory", "keys": ["k"]}, "tables": {"t": table}}
     )

@@ -45,7 +45,7 @@ FILES = 30
 
 def document(**settings: Any) -> dict[str, Any]:
     reading = settings.pop("reading", {})
-    table = {"footer_key": "foot", "column_keys": {"cola": ["a"]}} | settings
+    table = {"footer_key": "foot", "column_keys": {"cola": ["a"]}, "unlisted_columns": "plaintext"} | settings
     keys = {name: base64.b64encode(key).decode() for name, key in MASTER_KEYS.items()}
     return {"version": 1, "kms": {"type": "in_memory", "keys": keys}, "tables": {"t": table}, "reading": reading}
 

@@ -37,7 +37,7 @@ def keytools(**reading: Any) -> tuple[Keytools, FaultyKms]:
     document = {
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
-        "tables": {"t": {"footer_key": "kf", "column_keys": columns}},
+        "tables": {"t": {"footer_key": "kf", "column_keys": columns, "unlisted_columns": "plaintext"}},
         "reading": reading,
     }
     return Keytools(parse_configuration(document), kms=kms), kms
@@ -94,7 +94,12 @@ def test_without_double_wrapping_the_same(tmp_path: Path) -> None:
         "version": 1,
         "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
         "tables": {
-            "t": {"footer_key": "kf", "column_keys": {"k0": ["c0", "c1.*", "c3"]}, "double_wrapping": False}
+            "t": {
+                "footer_key": "kf",
+                "column_keys": {"k0": ["c0", "c1.*", "c3"]},
+                "unlisted_columns": "plaintext",
+                "double_wrapping": False,
+            }
         },
     }
     tools = Keytools(parse_configuration(document), kms=kms)
@@ -151,7 +156,11 @@ def test_one_column_of_a_file_that_is_not_encrypted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"plaintext_footer": True}, {"unlisted_columns": "footer_key"}])
 def test_other_kinds_of_files(tmp_path: Path, settings: dict[str, Any]) -> None:
     kms = FaultyKms(MASTER_KEYS)
-    table = {"footer_key": "kf", "column_keys": {"k0": ["c0"], "k3": ["c3"]}} | settings
+    table = {
+        "footer_key": "kf",
+        "column_keys": {"k0": ["c0"], "k3": ["c3"]},
+        "unlisted_columns": "plaintext",
+    } | settings
     document = {"version": 1, "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)}, "tables": {"t": table}}
     tools = Keytools(parse_configuration(document), kms=kms)
     tools.write_table(TABLE, tmp_path / "t.parquet", row_group_size=10)
@@ -164,7 +173,13 @@ def test_other_kinds_of_files(tmp_path: Path, settings: dict[str, Any]) -> None:
 def test_a_file_that_arrow_cannot_decrypt(tmp_path: Path) -> None:
     kms = FaultyKms(MASTER_KEYS)
     columns = {"k0": ["c0"], "k1": ["c1.*"], "k3": ["c3"]}
-    table = {"footer_key": "kf", "column_keys": columns, "aad_prefix": "{file_name}", "store_aad_prefix": False}
+    table = {
+        "footer_key": "kf",
+        "column_keys": columns,
+        "unlisted_columns": "plaintext",
+        "aad_prefix": "{file_name}",
+        "store_aad_prefix": False,
+    }
     document = {"version": 1, "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)}, "tables": {"t": table}}
     tools = Keytools(parse_configuration(document), kms=kms)
     tools.write_table(TABLE, tmp_path / "t.parquet", row_group_size=10)

@@ -19,7 +19,12 @@ GROUPS_OF_30 = [30, 30, 30, 10]
 
 @pytest.fixture(params=["pyarrow", "module encryptor"])
 def keytools(request: pytest.FixtureRequest) -> Keytools:
-    table = {"footer_key": "k", "column_keys": {"k": ["a", "b"]}, "data_key_length_bits": 128}
+    table = {
+        "footer_key": "k",
+        "column_keys": {"k": ["a", "b"]},
+        "unlisted_columns": "plaintext",
+        "data_key_length_bits": 128,
+    }
     if request.param == "module encryptor":
         table["plaintext_footer"] = True
     return Keytools.from_mapping({"version": 1, "tables": {"t": table}}, kms=InMemoryKms({"k": None}))

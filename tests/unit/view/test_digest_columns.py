@@ -454,7 +454,14 @@ def test_a_worker_gets_no_key(tmp_path: Path) -> None:
         "hash_keys": {
             "p": {"master_key": "hashing", "wrapped_key": wrap_one(kms, SecretBytes(SECRET), "hashing")}
         },
-        "tables": {"t": {"footer_key": "footer", "hash_key": "p", "column_keys": {"secret": ["x"]}}},
+        "tables": {
+            "t": {
+                "footer_key": "footer",
+                "hash_key": "p",
+                "column_keys": {"secret": ["x"]},
+                "unlisted_columns": "plaintext",
+            }
+        },
         "reading": {"denied_columns": "hash"},
     }
     configuration.write_text(json.dumps(document))
@@ -574,7 +581,7 @@ def test_a_wrong_hash_key_is_an_error(hash_keys: Any, table: Any, message: str) 
         "kms": {"type": "in_memory", "keys": {"f": "MDEyMzQ1Njc4OWFiY2RlZg=="}},
         "data_keys": {"d": "MDEyMzQ1Njc4OWFiY2RlZg=="},
         "hash_keys": hash_keys,
-        "tables": {"t": {"footer_key": "f", **table}},
+        "tables": {"t": {"footer_key": "f", "unlisted_columns": "plaintext", **table}},
     }
     with pytest.raises(ConfigurationError, match=message):
         Keytools.from_mapping(document)
