@@ -42,7 +42,7 @@ from parquet_keytools.cli.output import (
     terminal_width,
     to_dict,
 )
-from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.runtime.presentation import expanded, printable
 
 if TYPE_CHECKING:
     from parquet_keytools.conformance.inspection import Inspection
@@ -153,6 +153,8 @@ def check_command(
             ["column", "kind", "key", "master key"],
             [(column.dotted_path, column.kind, column.key_name, column.master_key_id) for column in columns],
         )
+        if plaintext := [column.dotted_path for column in columns if column.kind == "plaintext"]:
+            answer(f"In plaintext: {number_of(len(plaintext), 'column')}: {printable(', '.join(plaintext))}")
     if master_keys:
         print_table(
             "Master keys",

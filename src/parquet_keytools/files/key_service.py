@@ -66,6 +66,11 @@ class TablePolicy:
     columns: Mapping[ColumnPath, ChosenKey]
     master_key_ids: Mapping[str, str]
 
+    @property
+    def plaintext_columns(self) -> tuple[str, ...]:
+        """Dotted paths of the leaf columns that are written in plaintext."""
+        return tuple(".".join(path) for path, key in self.columns.items() if key.kind == "plaintext")
+
     def check_partition_columns(self, names: Collection[str]) -> None:
         """Refuse to partition by columns that `column_keys` covers: names of folders are readable.
 

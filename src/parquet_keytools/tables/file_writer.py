@@ -66,6 +66,7 @@ class WriteResult:
         files: Number of files.
         rows: Number of rows.
         size_bytes: Length of all files together.
+        plaintext_columns: Dotted paths of the leaf columns that are in plaintext.
     """
 
     path: str
@@ -74,6 +75,7 @@ class WriteResult:
     files: int
     rows: int
     size_bytes: int
+    plaintext_columns: tuple[str, ...] = ()
 
 
 class EncryptedParquetWriter:
@@ -106,6 +108,7 @@ class EncryptedParquetWriter:
         self.result: WriteResult | None = None
         self._target = target
         self._reasons = tuple(reasons)
+        self._plaintext_columns = policy.plaintext_columns
         self._rows = 0
         self._owner = OwnerProcess()
         self._watch = ExceptionWatch()
@@ -177,7 +180,9 @@ class EncryptedParquetWriter:
             self._discard()
             engine: Engine = "module encryptor" if self._reasons else "pyarrow"
             size = written_bytes([self._target])
-            self.result = WriteResult(str(self._target), engine, self._reasons, 1, self._rows, size)
+            self.result = WriteResult(
+                str(self._target), engine, self._reasons, 1, self._rows, size, self._plaintext_columns
+            )
             _log.info("%s was encrypted by %s%s", self._target, engine, because(self._reasons))
         return self.result
 

@@ -255,7 +255,9 @@ def write_dataset(
     except BaseException:
         handler.discard()
         raise
-    return WriteResult(str(folder), engine, tuple(reasons), len(files), sum(rows), written_bytes(files))
+    size = written_bytes(files)
+    plaintext = policy.plaintext_columns
+    return WriteResult(str(folder), engine, tuple(reasons), len(files), sum(rows), size, plaintext)
 
 
 _ROW_GROUP_BYTES = 64 * 1024 * 1024

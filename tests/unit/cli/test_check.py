@@ -114,6 +114,7 @@ def test_against_a_file(run, config: Path, tmp_path: Path, footer: str, table: p
         {"dotted_path": "name", "kind": "column_key", "key_name": "pii", "master_key_id": "pii"},
     ]
     assert "column_key" in done.stderr
+    assert "In plaintext: 1 column: id\n" in run("check", config, "--against", path).stdout
     offline = run("check", config, "--against", path, "--offline")
     if footer == "encrypted footer":
         assert offline.exit_code == 2

@@ -88,6 +88,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_plaintext_columns_are_in_the_result(tmp_path: Path) -> None:
+    table = pa.table({"id": [1], "name": ["x"], "deep": [{"a": 1}]})
+    for unlisted, expected in {"plaintext": ("id", "deep.a"), "footer_key": ()}.items():
+        keytools = tools({"unlisted_columns": unlisted})
+        assert keytools.write_table(table, tmp_path / "x.parquet").plaintext_columns == expected
+        assert keytools.write_dataset(table, tmp_path / unlisted).plaintext_columns == expected
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_written_piece_by_piece_is_one_file(tmp_path: Path, policy: str, options: str) -> None:
