@@ -156,7 +156,6 @@ def write_with_pyarrow(kms: KmsClient, path: Path, table: pa.Table = TABLE, **op
     defaults: dict[str, Any] = {
         "footer_key": "kf",
         "column_keys": {"ka": ["a", "nested.x", "nested.y.list.element"], "kb": ["b"]},
-        "unlisted_columns": "plaintext",
     }
     configuration = pe.EncryptionConfiguration(**{**defaults, **options})
     properties = crypto_factory(kms).file_encryption_properties(

@@ -193,7 +193,8 @@ def test_close_without_a_kms() -> None:
 
 def test_a_configuration_needs_no_kms_where_a_client_is_given(tmp_path: Path) -> None:
     kms = FaultyKms(KEYS)
-    text = "version: 1\nmaster_keys: {pii: kc}\ntables: {t: {footer_key: kf, column_keys: {pii: [b]}}}\n"
+    table = "{footer_key: kf, column_keys: {pii: [b]}, plaintext_columns: [a]}"
+    text = f"version: 1\nmaster_keys: {{pii: kc}}\ntables: {{t: {table}}}\n"
     (tmp_path / "c.yaml").write_text(text)
     kms.instance_id = "theirs"
     for tools in (

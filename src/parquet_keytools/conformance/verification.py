@@ -384,10 +384,11 @@ def _surroundings(
         name = escaped_path(left.location.path_within(folder))
         try:
             kind = _plaintext_kind(left.location)
-        except FileNotFoundError:
+        except (FileNotFoundError, ParquetFormatError):
+            # A dangling link, or no regular file.
             continue
-        except (OSError, KeytoolsError) as error:
-            unread[name] = getattr(error, "strerror", None) or str(error)
+        except OSError as error:
+            unread[name] = error.strerror or type(error).__name__
             continue
         if kind == _PLAINTEXT_PARQUET:
             plaintext.append(name)

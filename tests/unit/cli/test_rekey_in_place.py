@@ -93,7 +93,7 @@ def test_it_follows_another_table_where_one_is_named(run, keystore_case) -> None
     [
         ("{footer_key: footer, unlisted_columns: plaintext, also_trusted: [pii]}", "name"),
         (
-            "{footer_key: footer, column_keys: {pii: [name]}, plaintext_footer: true}",
+            "{footer_key: footer, column_keys: {pii: [name]}, plaintext_columns: [id], plaintext_footer: true}",
             "the footer",
         ),
     ],

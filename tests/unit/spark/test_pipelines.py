@@ -264,7 +264,7 @@ def test_values_of_a_column_with_a_key_do_not_stay_in_the_names_of_folders(confi
     with pytest.raises(ConfigurationError, match=r"'a c' are in the names of folders.*under the key 'pii'"):
         pipelines.encrypt(no_spark(), source, tmp_path / "target", config)
     assert not (tmp_path / "target").exists()
-    config.write_text(text.replace("[a]}", "[a]}, unlisted_columns: footer_key"))
+    config.write_text(text.replace("unlisted_columns: plaintext", "unlisted_columns: footer_key"))
     with pytest.warns(UserWarning, match="are in the names of folders"):
         assert pipelines.encrypt(no_spark(), source, tmp_path / "target", config).succeeded
 
