@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import errno
 import json
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +37,7 @@ from parquet_keytools.cli.output import (
     progress_bar,
     say,
     status_of_all,
+    to_dict,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +93,9 @@ def keys_command(
                             {
                                 "path": file.path,
                                 "encrypted": file.is_encrypted,
-                                "keys": file.uses,
+                                "keys": [_without_wrapped_key(use) for use in file.uses],
+                                "plaintext_columns": file.plaintext_columns,
+                                "footer_key_columns": file.footer_key_columns,
                                 "all_keys_seen": file.unknown is None,
                                 **error_fields(file.unknown),
                             }
@@ -229,13 +235,18 @@ class _Uses:
 
     @property
     def columns_text(self) -> str:
-        names = list(self.columns)
-        shown = names[:_MOST_COLUMNS_SHOWN]
-        if len(names) > len(shown):
-            shown.append(f"and {len(names) - len(shown):,} more")
+        shown = list(filter(None, [_some(self.columns)]))
         if self.hidden_columns:
             shown.append(f"{self.hidden_columns:,} whose names are hidden")
         return ", ".join(shown)
+
+
+def _some(names: Collection[str]) -> str:
+    """Return the first names, and how many more there are."""
+    shown = list(islice(names, _MOST_COLUMNS_SHOWN))
+    if len(names) > len(shown):
+        shown.append(f"and {len(names) - len(shown):,} more")
+    return ", ".join(shown)
 
 
 @dataclass
@@ -265,6 +276,8 @@ class _KeysTally:
         self._needs = {key: _Need() for key in wanted}
         self._uses: dict[_KeyName, _Uses] = {}
         self._encrypted = self._plaintext = self._unreadable = self._misplaced = 0
+        self._plaintext_columns: Counter[str] = Counter()
+        self._plaintext_files = Messages("Not encrypted", answer)
         self._passed_over: list[str] = []
         self._unknown = Messages("Keys unknown", answer)
         self._skipped = Messages("Skipped, as by readers of data sets", answer)
@@ -296,6 +309,7 @@ class _KeysTally:
 
         if not file.is_encrypted:
             self._plaintext += 1
+            self._plaintext_files.add(file.path, f"{file.path}: the whole file is plaintext.")
             return
         if file.is_passed_over:
             self._passed_over.append(file.path)
@@ -311,6 +325,9 @@ class _KeysTally:
             self._misplaced += isinstance(file.unknown, FolderNameError)
         if file.unknown is not None and not file.is_passed_over:
             self._unknown.add_error(file.path, file.unknown)
+        for column in file.plaintext_columns:
+            if column in self._plaintext_columns or len(self._plaintext_columns) < _MOST_COLUMNS_KEPT:
+                self._plaintext_columns[column] += 1
         for key, need in self._needs.items():
             need.add(file.path, file.depends_on(key.master_key_id, key.version, self._same))
         for use in file.uses:
@@ -334,6 +351,7 @@ class _KeysTally:
                 }
                 for (kind, key, version), uses in self._sorted()
             ],
+            "plaintext_columns": dict(self._plaintext_columns),
             "counts": {
                 "encrypted": self._encrypted,
                 "not_encrypted": self._plaintext,
@@ -368,6 +386,9 @@ class _KeysTally:
         ]
         if rows:
             print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
+        if self._plaintext_columns:
+            answer(f"Plaintext columns of encrypted files: {_some(self._plaintext_columns)}")
+        self._plaintext_files.print()
         self._unknown.print()
         self._skipped.print()
         if self._unknown_keys:
@@ -395,6 +416,10 @@ class _KeysTally:
 
     def _sorted(self) -> list[tuple[_KeyName, _Uses]]:
         return sorted(self._uses.items(), key=lambda item: tuple(part or "" for part in item[0]))
+
+
+def _without_wrapped_key(use: UsedKey) -> dict[str, Any]:
+    return {name: value for name, value in to_dict(use).items() if name != "wrapped_key"}
 
 
 def _name(use: UsedKey) -> _KeyName:

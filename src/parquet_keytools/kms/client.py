@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple
 
@@ -331,6 +332,19 @@ class KmsClient(ABC):
         with self._span("describe", [master_key_id]):
             return value_or_raise(self._outcome("describe", master_key_id, checked))
 
+    def version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
+        """Return when each version of a master key was created: version -> time in UTC.
+
+        None stands for the master key itself. A version that the KMS gives no time for is missing; the dictionary
+        is empty where the KMS gives none.
+
+        Raises:
+            MasterKeyNotFoundError: The KMS has no such key.
+            KmsError: Another subclass gives the reason.
+        """
+        with self._span("describe", [master_key_id]):
+            return value_or_raise(self._outcome("describe", master_key_id, self._version_dates, master_key_id))
+
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
         """Return the version of the master key that wrapped a key, or None where it is unknown.
 
@@ -390,6 +404,10 @@ class KmsClient(ABC):
     @abstractmethod
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         """Describe a master key, or raise `MasterKeyNotFoundError`."""
+
+    def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
+        """Return when versions were created; a KMS that says so overrides this."""
+        return {}
 
     def _identity(self, master_key_id: str) -> str:
         """Return the unique name of a master key; a KMS with aliases overrides this."""

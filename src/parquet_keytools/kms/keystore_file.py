@@ -669,6 +669,10 @@ class KeystoreKms(KmsClient):
             origin="keystore",
         )
 
+    def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
+        versions = self._keystore.open().master_key(master_key_id).versions
+        return {str(version.version): datetime.fromisoformat(version.created) for version in versions}
+
     def _usable(self, opened: OpenKeystore, master_key_id: str, version: int) -> SecretBytes:
         """Return the bytes of one version of a master key that exists, unless it is disabled."""
         master_key = opened.master_key(master_key_id)

@@ -12,13 +12,13 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from parquet_keytools import audit
 from parquet_keytools.encryption.footer import read_envelope
-from parquet_keytools.encryption.protection import FooterColumn, FooterMode
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn, FooterMode
 from parquet_keytools.errors import (
     IncompleteDataSetError,
     KeyMaterialError,
@@ -38,7 +38,6 @@ from parquet_keytools.rotation.file_keys import (
     FileKey,
     FileKeys,
     Unwrapped,
-    own_key_columns,
     read_batch,
     step,
 )
@@ -63,6 +62,7 @@ class UsedKey:
         kek_id: Id of the KEK, as base64; None without a KEK.
         reference: Its name in the key material file; None if it is internal.
         data_key: Name of the data key, if the file stores it.
+        wrapped_key: The key that the KMS wrapped, KEK or DEK, as stored; None for a data key.
     """
 
     column: str | None
@@ -73,6 +73,7 @@ class UsedKey:
     kek_id: str | None = None
     reference: str | None = None
     data_key: str | None = None
+    wrapped_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -85,12 +86,16 @@ class FileKeyUses(Summarised):
         uses: Its keys, as far as they can be seen.
         unknown: Why it may need other keys, such as a key that the KMS refuses; None if all are proven.
             `IncompleteDataSetError` if readers of data sets skip the file because of its name.
+        plaintext_columns: Dotted paths of the columns that are not encrypted, as far as they can be seen.
+        footer_key_columns: Dotted paths of the columns under the key of the footer, as far as they can be seen.
     """
 
     path: str
     is_encrypted: bool
     uses: tuple[UsedKey, ...] = ()
     unknown: KeytoolsError | OSError | None = None
+    plaintext_columns: tuple[str, ...] = ()
+    footer_key_columns: tuple[str, ...] = ()
 
     def summary(self) -> Mapping[str, object]:
         """Return the main facts."""
@@ -195,17 +200,32 @@ class Inventory:
     def _listed(self, work: BatchFile) -> FileKeyUses:
         path, keys = str(work.location), work.keys
         failure = None if work.failure is None else without_frames(work.failure)
-        if keys is None or not keys.is_encrypted:
+        if keys is None:
             return FileKeyUses(path, failure is not None, (), failure)
-        return FileKeyUses(path, True, tuple(self._uses(keys)), failure)
+        columns = _shown_columns(keys)
+        uses = tuple(self._uses(keys, columns)) if keys.is_encrypted else ()
+        under: dict[ColumnEncryption, list[str]] = {kind: [] for kind in ColumnEncryption}
+        # A column of an encrypted file without row groups has nothing that is plaintext.
+        if not keys.is_encrypted or keys.footer is None or keys.footer.row_groups:
+            for column in columns:
+                under[column.encryption].append(".".join(column.path))
+        return FileKeyUses(
+            path,
+            keys.is_encrypted or failure is not None,
+            uses,
+            failure,
+            tuple(under[ColumnEncryption.PLAINTEXT]),
+            tuple(under[ColumnEncryption.FOOTER_KEY]),
+        )
 
-    def _uses(self, keys: FileKeys) -> Iterator[UsedKey]:
+    def _uses(self, keys: FileKeys, columns: Iterable[FooterColumn]) -> Iterator[UsedKey]:
         seen: set[int] = set()
         yield self._use(keys, keys.envelope.key_metadata, None, seen, is_footer=True)
-        for column in _shown_columns(keys):
-            # Invalid key metadata is why the file has failed.
-            with contextlib.suppress(KeyMaterialError):
-                yield self._use(keys, column.key_metadata, ".".join(column.path), seen, is_footer=False)
+        for column in columns:
+            if column.encryption is ColumnEncryption.COLUMN_KEY:
+                # Invalid key metadata is why the file has failed.
+                with contextlib.suppress(KeyMaterialError):
+                    yield self._use(keys, column.key_metadata, ".".join(column.path), seen, is_footer=False)
         for held in keys.external.held if keys.external is not None else ():
             # For unknown columns, or left over from a writer that was interrupted.
             if id(held) not in seen:
@@ -234,6 +254,7 @@ class Inventory:
             "single" if kek_id is None else "double",
             None if kek_id is None else encode(kek_id),
             held.reference,
+            wrapped_key=key.wrapped_key,
         )
 
 
@@ -253,13 +274,13 @@ def uses_of_left_out(pool: Executor, left_out: Sequence[LeftOut]) -> Iterator[Fi
             yield FileKeyUses(entry.path, True, (), unknown)
 
 
-def _shown_columns(keys: FileKeys) -> list[FooterColumn]:
-    """Return the columns that have a key of their own, as far as they can be seen without a key."""
+def _shown_columns(keys: FileKeys) -> tuple[FooterColumn, ...]:
+    """Return the columns, as far as they can be seen."""
     footer = keys.footer
     if footer is None:
         with contextlib.suppress(KeytoolsError):
             footer = keys.envelope.unverified_footer()
-    return [] if footer is None else own_key_columns(footer)
+    return () if footer is None else tuple(footer.columns)
 
 
 _MAGIC = (MAGIC, MAGIC_ENCRYPTED_FOOTER)

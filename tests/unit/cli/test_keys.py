@@ -236,3 +236,31 @@ def test_what_is_passed_over_and_needs_no_key(run, keystore_case) -> None:
     (case.data / ".#lock").symlink_to("somebody@machine:1")
     done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "times", "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["skipped"] == []
+
+
+def test_plaintext_columns_and_plaintext_files(run, keystore_case) -> None:
+    case = keystore_case(unlisted_columns="plaintext")
+    open_file = case.data / "year=2" / "open.parquet"
+    pq.write_table(case.table, open_file)
+    done = run("keys", case.data, "--config", case.config, "--json")
+    document = json.loads(done.stdout)
+    assert document["plaintext_columns"] == {"id": 2}
+    assert {file["path"]: (file["encrypted"], file["plaintext_columns"]) for file in document["files"]} == {
+        str(case.files[0]): (True, ["id"]),
+        str(case.files[1]): (True, ["id"]),
+        str(open_file): (False, ["id", "name"]),
+    }
+    assert "wrapped" not in done.stdout.replace("wrapping", "")
+    text = run("keys", case.data, "--config", case.config).stdout
+    assert "Plaintext columns of encrypted files: id" in text
+    assert f"Not encrypted: {open_file}: the whole file is plaintext." in text
+
+
+def test_an_encrypted_file_without_rows_has_no_plaintext_columns(run, keystore_case) -> None:
+    case = keystore_case(unlisted_columns="footer_key")
+    empty = case.data / "empty.parquet"
+    with Keytools.from_yaml(case.config) as keytools:
+        keytools.write_table(case.table.slice(0, 0), empty)
+    document = json.loads(run("keys", case.data, "--config", case.config, "--json").stdout)
+    assert document["plaintext_columns"] == {}
+    assert [file["footer_key_columns"] for file in document["files"] if file["path"] != str(empty)] == [["id"]] * 2

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import (
@@ -21,6 +22,8 @@ from parquet_keytools.errors import (
     KmsConfigurationError,
     KmsError,
     KmsResponseInvalidError,
+    KmsThrottledError,
+    KmsUnavailableError,
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.aws.connection import (
@@ -168,6 +171,33 @@ class AwsKms(RemoteKmsClient):
                 origin=metadata.get("Origin"),
                 rotates=self._rotates(str(arn), deadline),
             )
+
+        return self._operation("describe").call(master_key_id, send)
+
+    def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
+        def send(seconds: float) -> dict[str | None, datetime]:
+            deadline = time.monotonic() + seconds
+            arn, metadata = self._key_metadata(master_key_id, deadline)
+            dates: dict[str | None, object] = {None: metadata.get("CreationDate")}
+            parameters = {"KeyId": str(arn), "IncludeKeyMaterial": "ALL_KEY_MATERIAL"}
+            try:
+                while True:
+                    page = self._connection.call("list_key_rotations", deadline, **parameters)
+                    for rotation in page.get("Rotations", ()):
+                        if material := rotation.get("KeyMaterialId"):
+                            # Only the first key material was not made by a rotation.
+                            dates[material] = rotation.get("RotationDate", metadata.get("CreationDate"))
+                    if not page.get("Truncated"):
+                        break
+                    parameters["Marker"] = page["NextMarker"]
+            except (AttributeError, ParamValidationError):
+                # A boto3 that does not know the call, or its parameter.
+                pass
+            except ClientError as error:
+                # It needs another permission than DescribeKey, and not all keys have rotations.
+                if isinstance(aws_error(error), KmsThrottledError | KmsUnavailableError):
+                    raise
+            return {name: date.astimezone(UTC) for name, date in dates.items() if isinstance(date, datetime)}
 
         return self._operation("describe").call(master_key_id, send)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -190,6 +191,11 @@ class GcpKms(RemoteKmsClient):
             rotates="rotation_period" in key,
         )
 
+    def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
+        name = self._key_name(master_key_id)
+        versions = self._versions(self._operation("describe"), name, master_key_id)
+        return {number: version.create_time.astimezone(UTC) for number, version in versions if version.create_time}
+
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         return kms_error(error, operation) or super()._translate(error, operation, master_key_id)
 
@@ -259,19 +265,26 @@ class GcpKms(RemoteKmsClient):
         self, operation: RemoteOperation, name: str, master_key_id: str
     ) -> tuple[str, ...] | None:
         """Return the enabled versions, or None where the caller may not list them."""
-        versions: list[str] = []
+        try:
+            versions = self._versions(operation, name, master_key_id, "state=ENABLED")
+            return tuple(sorted((number for number, v in versions if v.state == _ENABLED), key=int))
+        except KmsAccessDeniedError:
+            return None
+
+    def _versions(
+        self, operation: RemoteOperation, name: str, master_key_id: str, wanted: str = ""
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the versions of a master key, with their numbers."""
         page_token = ""
         while True:
-            request = ListCryptoKeyVersionsRequest(parent=name, filter="state=ENABLED", page_token=page_token)
-            try:
-                page = operation.call(master_key_id, partial(self._list_versions, request))
-            except KmsAccessDeniedError:
-                return None
-            numbers = [version_of(v.name, name) for v in page.crypto_key_versions if v.state == _ENABLED]
-            versions.extend(filter(None, numbers))
+            request = ListCryptoKeyVersionsRequest(parent=name, filter=wanted, page_token=page_token)
+            page = operation.call(master_key_id, partial(self._list_versions, request))
+            for version in page.crypto_key_versions:
+                if number := version_of(version.name, name):
+                    yield number, version
             page_token = page.next_page_token
             if not page_token:
-                return tuple(sorted(versions, key=int))
+                return
 
     def _list_versions(self, request: ListCryptoKeyVersionsRequest, seconds: float) -> Any:
         return self._connections.get().call("list_crypto_key_versions", request, seconds)

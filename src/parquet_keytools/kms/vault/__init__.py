@@ -11,6 +11,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -162,6 +163,12 @@ class VaultKms(RemoteKmsClient):
         read = partial(self._read_key, master_key_id)
         return self._operation("describe").call(master_key_id, read).description()
 
+    def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
+        if not _is_key_name(master_key_id):
+            raise _NO_KEY_NAME.error()
+        read = partial(self._read_key, master_key_id)
+        return dict(self._operation("describe").call(master_key_id, read).created)
+
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         if isinstance(error, VaultRefusal):
             return error.meaning.error(error.retry_after_seconds)
@@ -298,6 +305,9 @@ class VaultKms(RemoteKmsClient):
 # --- the engine: its requests and answers ---
 
 
+_LATEST_SECONDS = 1 << 37
+"""Later times have no date."""
+
 _KEY_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,254}[A-Za-z0-9_])?")
 _WRAPPED_KEY = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
 
@@ -323,6 +333,7 @@ class TransitKey:
         min_decryption_version: The oldest version that unwraps.
         imported: Whether the key was generated elsewhere.
         rotates: Whether the engine makes new versions by itself; None if unknown.
+        created: Version -> when it was created, as far as the answer says. Versions that were trimmed are missing.
     """
 
     name: str
@@ -333,6 +344,7 @@ class TransitKey:
     soft_deleted: bool
     imported: bool
     rotates: bool | None
+    created: Mapping[str, datetime]
 
     @classmethod
     def read(cls, name: str, answer: Mapping[str, Any]) -> TransitKey:
@@ -345,6 +357,7 @@ class TransitKey:
         if not isinstance(data, Mapping) or data.get("name") != name or not isinstance(data.get("type"), str):
             raise VaultRefusal(200, NOT_JSON)
         period = data.get("auto_rotate_period")
+        versions = data.get("keys")
         latest, oldest = data.get("latest_version"), data.get("min_decryption_version", 1)
         if type(latest) is not int or type(oldest) is not int or not 0 <= oldest <= latest or latest < 1:
             raise VaultRefusal(200, NOT_JSON)
@@ -357,6 +370,11 @@ class TransitKey:
             soft_deleted=data.get("soft_deleted") is True,
             imported=data.get("imported_key") is True,
             rotates=period > 0 if type(period) is int else None,
+            created={
+                version: datetime.fromtimestamp(seconds, UTC)
+                for version, seconds in (versions.items() if isinstance(versions, Mapping) else ())
+                if type(seconds) is int and 0 <= seconds < _LATEST_SECONDS
+            },
         )
 
     def description(self) -> MasterKeyDescription:
