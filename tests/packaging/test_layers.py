@@ -59,6 +59,8 @@ LAYERS: dict[str, set[str]] = {
     # the facade
     "keytools": GROUND
     | {"storage", "kms", "keys", "config", "files", "tables", "conformance", "rotation", "spark", "view"},
+    # what an auditor asks, answered with the inventory and the verification
+    "protection_report": GROUND | {"storage", "kms", "files", "conformance", "rotation", "keytools"},
     # what fsspec finds by the entry point
     "fsspec_chain": {"errors", "keytools"},
     # what the command line needs beyond the facade
@@ -82,6 +84,7 @@ LAYERS: dict[str, set[str]] = {
         "configuration_check",
         "serve",
         "demo",
+        "protection_report",
     },
     "__main__": {"cli"},
 }

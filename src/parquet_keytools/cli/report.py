@@ -1,0 +1,430 @@
+"""`parquet-keytools report`: the report for an auditor as text, JSON and HTML."""
+
+# Nothing slow is imported here: `--help` must be fast.
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from parquet_keytools.cli.options import (
+    AadPrefixOption,
+    ConfigOption,
+    PathsArgument,
+    ProcessesOption,
+    ReportOptions,
+    TableOption,
+    location_of,
+    locations_of,
+    pairs_of,
+    with_options,
+)
+from parquet_keytools.cli.output import (
+    ExitStatus,
+    answer,
+    json_wanted,
+    number_of,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    status_of_all,
+)
+from parquet_keytools.runtime.presentation import printable
+
+if TYPE_CHECKING:
+    from parquet_keytools.protection_report import Access, ColumnReport, ProtectingKey, ProtectionReport, Remark
+
+AsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--as",
+        metavar="NAME=CONFIG",
+        help="A configuration whose access is measured: its KMS is asked to unwrap the files' keys. Repeatable.",
+    ),
+]
+HtmlOption = Annotated[
+    str | None, typer.Option("--html", metavar="FILE", help="Write the report to this file or URI, as HTML.")
+]
+OverwriteHtmlOption = Annotated[bool, typer.Option("--overwrite", help="Replace the file of --html.")]
+NoVerifyOption = Annotated[
+    bool,
+    typer.Option("--no-verify", help="Do not verify the files, which reads all of them. The report says so."),
+]
+
+
+@with_options(ReportOptions)
+def report_command(
+    paths: PathsArgument,
+    config: ConfigOption,
+    readers: AsOption = None,
+    html: HtmlOption = None,
+    overwrite: OverwriteHtmlOption = False,
+    no_verify: NoVerifyOption = False,
+    table: TableOption = None,
+    aad_prefix: AadPrefixOption = None,
+    processes: ProcessesOption = None,
+) -> None:
+    """Report to an auditor which column is under which key, who reads it, and what deviates.
+
+    The exit status is 0 only if the report has no problem: the files conform, none is plaintext, and all keys are
+    proven. Column access is measured with the keys of the files, not read from configurations or policies.
+    """
+    from parquet_keytools.keytools import Keytools
+    from parquet_keytools.protection_report import make_report
+    from parquet_keytools.runtime.worker_processes import command_line_processes
+    from parquet_keytools.storage.outputs import discarded_unless_done, exists_already, pending_output
+
+    location = locations_of(paths, "PATH")
+    target = None if html is None else location_of(html, "--html")
+    if target is not None and not overwrite and target.is_file():
+        raise exists_already(target)
+    with contextlib.ExitStack() as stack:
+        keytools = stack.enter_context(Keytools.from_yaml(config))
+        if table is not None:
+            keytools.configuration.select_table(table)
+        named = {
+            name: stack.enter_context(Keytools.from_yaml(Path(file)))
+            for name, file in pairs_of(readers, "--as").items()
+        }
+        with progress_bar() as progress, command_line_processes(processes):
+            report = make_report(
+                keytools,
+                location,
+                named,
+                table_name=table,
+                aad_prefix=aad_prefix,
+                verify=not no_verify,
+                on_file=progress.count,
+            )
+    if target is not None:
+        page = "".join(f"{line}\n" for line in html_lines(report)).encode()
+        with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
+            with pending.open_sink() as sink:
+                sink.write_at(0, page)
+            pending.commit()
+        say(f"The report is in {target}.")
+    if json_wanted():
+        print_json(report.to_dict())
+    else:
+        _show(report)
+    if report.failures and len(report.failures) == len(report.files):
+        raise typer.Exit(status_of_all(report.failures))
+    if report.has_problems:
+        raise typer.Exit(ExitStatus.NO)
+
+
+# --- text ---
+
+
+def _show(report: ProtectionReport) -> None:
+    for remark in report.exceptions:
+        answer(f"{'Problem' if remark.is_problem else 'Note'}: {_remark_text(remark)}")
+    rows = [
+        (column.title, f"{column.files:,}", _keys_text(report, column), *_access_texts(report, column))
+        for column in report.columns
+    ]
+    print_table("Columns", ["column", "files", "keys", *report.readers], rows)
+    key_rows = [
+        (key.key, key.version or "?", f"{key.files:,}", _created_text(key), key.first_modified, key.last_modified)
+        for key in report.keys
+    ]
+    print_table("Keys", ["key", "version", "files", "created", "first file", "last file"], key_rows)
+    for remark in report.not_examined:
+        answer(f"Not examined: {_remark_text(remark)}")
+    answer(_summary(report))
+
+
+def _remark_text(remark: Remark) -> str:
+    parts = [printable(remark.text)]
+    if remark.count:
+        parts.append(f"({remark.count:,})")
+    if remark.examples:
+        parts.append(f"For example: {', '.join(map(printable, remark.examples))}")
+    return " ".join(parts)
+
+
+def _keys_text(report: ProtectionReport, column: ColumnReport) -> str:
+    texts = [
+        f"{report.keys[position].key}@{report.keys[position].version or '?'} ({count:,})"
+        for position, count in sorted(column.keys.items())
+    ]
+    if column.plaintext_files:
+        texts.append(f"plaintext ({column.plaintext_files:,})")
+    return ", ".join(texts)
+
+
+def _access_texts(report: ProtectionReport, column: ColumnReport) -> Iterator[str]:
+    for reader in report.readers:
+        yield _access_text(column, column.access.get(reader))
+
+
+def _access_text(column: ColumnReport, access: Access | None) -> str:
+    """Return whether a configuration reads a column where it is encrypted."""
+    if access is None:
+        return "plaintext" if column.plaintext_files else ""
+    total = access.reads + access.refused + access.unknown
+    if access.reads == total:
+        return "yes"
+    if access.refused == total:
+        return "no"
+    if access.unknown == total:
+        return "unknown"
+    counts = {"yes": access.reads, "no": access.refused, "unknown": access.unknown}
+    return ", ".join(f"{word} in {count:,}" for word, count in counts.items() if count)
+
+
+def _created_text(key: ProtectingKey) -> str:
+    if key.created is None:
+        return key.created_note
+    return f"{key.created} ({key.created_note})" if key.created_note else key.created
+
+
+def _summary(report: ProtectionReport) -> str:
+    counts = report.counts
+    others = "".join(
+        f", {number:,} {word}"
+        for number, word in (
+            (counts["plaintext"], "plaintext"),
+            (counts["unreadable"], "that could not be checked"),
+            (counts["skipped"], "skipped because of their names"),
+            (counts["not_parquet"], "not Parquet"),
+        )
+        if number
+    )
+    verdict = "not verified" if report.verdict is None else f"verification: {report.verdict}"
+    return f"{number_of(counts['encrypted'], 'encrypted file')}{others}; {verdict}."
+
+
+# --- HTML ---
+
+_STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;color:#1b1b1b;background:#fff}
+body{max-width:75rem;margin:2rem auto;padding:0 1rem}
+h1,h2{line-height:1.2}
+table{border-collapse:collapse;width:100%;margin:.5rem 0 1rem}
+caption{text-align:left;font-style:italic}
+th,td{border:1px solid #767676;padding:.3rem .5rem;text-align:left;vertical-align:top;overflow-wrap:anywhere}
+thead th{background:#e8eef4}
+td.number{text-align:right}
+td.yes{background:#dff0df}
+td.no{background:#f7dede}
+td.unknown,td.plaintext{background:#fdf3cf}
+li.problem strong{color:#9b1c1c}
+.wide{overflow-x:auto}
+svg{width:100%;height:auto}
+@media print{body{font-size:10pt;margin:0;max-width:none}.wide{overflow:visible}details.files{display:none}
+thead{display:table-header-group}tr,li{break-inside:avoid}h2{break-after:avoid}
+td,th,thead th{print-color-adjust:exact}}
+""".strip()
+
+
+def html_lines(report: ProtectionReport) -> Iterator[str]:
+    """Yield the lines of one HTML page: without a script, and without anything to load.
+
+    Anyone may have named the files, columns and keys: each text goes through `_text`.
+    """
+    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    yield '<meta name="referrer" content="no-referrer">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield f"<title>Column encryption report</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>"
+    yield "<h1>Column encryption report</h1>"
+    yield f"<p>Of {', '.join(_text(path) for path in report.paths)}, made at {_text(report.made)}.</p>"
+    yield f"<p>{_text(_summary(report))}</p>"
+    yield "<h2>Exceptions</h2>"
+    yield from _remark_list(report.exceptions, "There are no exceptions.")
+    yield from _columns_by_keys(report)
+    yield from _columns_by_readers(report)
+    yield from _timeline(report)
+    yield "<h2>Plaintext files</h2>"
+    yield from _path_list(report.plaintext_files, "All Parquet files are encrypted.")
+    yield "<h2>Files that are not Parquet</h2>"
+    yield from _path_list(report.not_parquet, "There are none.")
+    yield "<h2>Not examined</h2>"
+    yield from _remark_list(report.not_examined, "Everything was examined.")
+    yield from _all_files(report)
+    yield "</main>\n</body>\n</html>"
+
+
+def _text(text: object) -> str:
+    return escape(printable(str(text)), quote=True)
+
+
+def _remark_list(remarks: Sequence[Remark], if_none: str) -> Iterator[str]:
+    if not remarks:
+        yield f"<p>{_text(if_none)}</p>"
+        return
+    yield "<ul>"
+    for remark in remarks:
+        kind, word = ("problem", "Problem:") if remark.is_problem else ("note", "Note:")
+        count = f" ({remark.count:,})" if remark.count else ""
+        yield f'<li class="{kind}"><strong>{word}</strong> {_text(remark.text)}{count}'
+        if remark.examples:
+            yield f"<ul>{''.join(f'<li>{_text(example)}</li>' for example in remark.examples)}"
+            if remark.count > len(remark.examples):
+                yield f"<li>and {remark.count - len(remark.examples):,} more</li>"
+            yield "</ul>"
+        yield "</li>"
+    yield "</ul>"
+
+
+def _path_list(paths: Sequence[str], if_none: str) -> Iterator[str]:
+    yield f"<p>{_text(if_none)}</p>" if not paths else "<ul>"
+    yield from (f"<li>{_text(path)}</li>" for path in paths)
+    if paths:
+        yield "</ul>"
+
+
+def _table(label: str, headings: Iterable[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield a table, whose headings and cells are HTML; the first cell of a row is its heading.
+
+    Its surroundings scroll, also with the keyboard.
+    """
+    yield f'<div class="wide" role="region" aria-label="{_text(label)}" tabindex="0">'
+    yield f"<table>\n<caption>{_text(label)}</caption>\n<thead><tr>"
+    yield "".join(f'<th scope="col">{heading}</th>' for heading in headings)
+    yield "</tr></thead>\n<tbody>"
+    for first, *others in rows:
+        yield f'<tr><th scope="row">{first}</th>{"".join(others)}</tr>'
+    yield "</tbody>\n</table>\n</div>"
+
+
+def _cell(text: object, kind: str = "") -> str:
+    return f'<td class="{kind}">{_text(text)}</td>' if kind else f"<td>{_text(text)}</td>"
+
+
+def _key_title(report: ProtectionReport, position: int) -> str:
+    key = report.keys[position]
+    version = f", version {key.version or 'not visible'}" if key.kind == "master key" else " (data key)"
+    return f"K{position + 1}: {key.key or 'unknown'}{version}"
+
+
+def _columns_by_keys(report: ProtectionReport) -> Iterator[str]:
+    yield "<h2>Which column is under which key</h2>"
+    headings = ["Column", *(_text(_key_title(report, n)) for n in range(len(report.keys))), "Plaintext", "Files"]
+    rows = (
+        [
+            _text(column.title),
+            *(
+                _cell(f"{column.keys[position]:,}" if position in column.keys else "", "number")
+                for position in range(len(report.keys))
+            ),
+            _cell(f"{column.plaintext_files:,}", "plaintext") if column.plaintext_files else _cell("", "number"),
+            _cell(f"{column.files:,}", "number"),
+        ]
+        for column in report.columns
+    )
+    yield from _table("Number of files in which a key protects a column", headings, rows)
+
+
+def _columns_by_readers(report: ProtectionReport) -> Iterator[str]:
+    yield "<h2>Who reads which column</h2>"
+    if not report.readers:
+        yield "<p>No configuration was named with --as.</p>"
+        return
+    yield (
+        "<p>Measured: the KMS was asked, with each configuration, to unwrap the keys of the files. "
+        "Plaintext columns can be read by anyone who can open the files.</p>"
+    )
+    reasons: dict[str, None] = {}
+    rows = []
+    for column in report.columns:
+        cells = []
+        for reader in report.readers:
+            access = column.access.get(reader)
+            text = _access_text(column, access)
+            cells.append(_cell(text, text if text in ("yes", "no", "unknown", "plaintext") else ""))
+            if access is not None:
+                reasons |= {f"{reader}: {reason}": None for reason in access.reasons}
+        rows.append([_text(column.title), *cells])
+    yield from _table("Access to the column where it is encrypted", ["Column", *map(_text, report.readers)], rows)
+    if reasons:
+        yield "<p>Why not:</p>"
+        yield from _path_list(list(reasons), "")
+
+
+def _timeline(report: ProtectionReport) -> Iterator[str]:
+    yield "<h2>Time line of key versions</h2>"
+    yield (
+        "<p>Creation times are stated by the KMS. First and last file are modification times of the files "
+        "that need the key: the file system states them, and nothing authenticates them.</p>"
+    )
+    yield from _chart(report)
+    rows = (
+        [
+            _text(_key_title(report, position)),
+            _cell(_created_text(key)),
+            _cell(f"{key.files:,}", "number"),
+            _cell(key.first_modified or "unknown"),
+            _cell(key.last_modified or "unknown"),
+        ]
+        for position, key in enumerate(report.keys)
+    )
+    yield from _table("Keys that files need", ["Key", "Created", "Files", "First file", "Last file"], rows)
+    versions = ([_text(v.key), _cell(v.version or "the master key"), _cell(v.created)] for v in report.timeline)
+    if report.timeline:
+        label = "All versions of these master keys that the KMS states, oldest first"
+        yield from _table(label, ["Master key", "Version", "Created"], versions)
+
+
+_CHART_WIDTH, _LABEL_WIDTH, _ROW_HEIGHT = 1000, 60, 26
+
+
+def _chart(report: ProtectionReport) -> Iterator[str]:
+    """Yield a drawing: a line from the creation of each key to its last file, and a bar for its files."""
+    times = [key.created for key in report.keys] + [key.last_modified for key in report.keys]
+    times += [key.first_modified for key in report.keys]
+    known = sorted(time for time in times if time is not None)
+    if not known:
+        return
+    first, last = datetime.fromisoformat(known[0]), datetime.fromisoformat(known[-1])
+    seconds = (last - first).total_seconds() or 1.0
+
+    def place(time: str) -> float:
+        share = (datetime.fromisoformat(time) - first).total_seconds() / seconds
+        return round(_LABEL_WIDTH + share * (_CHART_WIDTH - _LABEL_WIDTH - 20), 1)
+
+    height = _ROW_HEIGHT * (len(report.keys) + 1)
+    label = "Time line: when each key was created (circle), and when its files were written (bar)"
+    yield f'<svg viewBox="0 0 {_CHART_WIDTH} {height}" role="img" aria-label="{label}">'
+    for row, key in enumerate(report.keys):
+        y = _ROW_HEIGHT * row + 14
+        yield f'<text x="0" y="{y + 5}" font-size="14">K{row + 1}</text>'
+        begin = key.created or key.first_modified
+        if begin and key.last_modified:
+            yield f'<line x1="{place(begin)}" x2="{place(key.last_modified)}" y1="{y}" y2="{y}" stroke="#555"/>'
+        if key.first_modified and key.last_modified:
+            x = place(key.first_modified)
+            width = max(4.0, round(place(key.last_modified) - x, 1))
+            yield f'<rect x="{x}" y="{y - 6}" width="{width}" height="12" fill="#1f5f99"/>'
+        if key.created:
+            yield f'<circle cx="{place(key.created)}" cy="{y}" r="6" fill="#fff" stroke="#1b1b1b"/>'
+    y = height - 6
+    yield f'<text x="{_LABEL_WIDTH}" y="{y}" font-size="14">{_text(known[0])}</text>'
+    yield f'<text x="{_CHART_WIDTH}" y="{y}" font-size="14" text-anchor="end">{_text(known[-1])}</text>\n</svg>'
+
+
+def _all_files(report: ProtectionReport) -> Iterator[str]:
+    yield f'<h2>Files</h2>\n<details class="files"><summary>All {len(report.files):,} files</summary>'
+    rows = (
+        [
+            _text(file.path),
+            _cell(file.modified or "unknown"),
+            _cell(", ".join(f"K{position + 1}" for position in file.keys) if file.encrypted else "plaintext"),
+            _cell(file.problem),
+        ]
+        for file in report.files
+    )
+    headings = ["File", "Modification time (not authenticated)", "Keys", "Problem"]
+    yield from _table("Parquet files", headings, rows)
+    yield "</details>"

@@ -1,0 +1,618 @@
+"""What an auditor asks of a data set: which column is under which key, who can read it, and what was not examined.
+
+A report counts; it does not decide. Which keys files name comes from the inventory behind `keys`, whether files
+conform from the verification behind `verify`, and who reads a column from the KMS, which unwraps the files' keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from parquet_keytools.conformance.report import DataSetReport, FileReport, Outcome, Severity, document_of
+from parquet_keytools.errors import KeyNotAvailableError, KmsError, KmsUnavailableError
+from parquet_keytools.keytools import Keytools
+from parquet_keytools.kms.client import KmsClient, UnwrapRequest
+from parquet_keytools.rotation.inventory import FileKeyUses, UsedKey
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, data_set
+
+Part = Literal["footer", "hidden", "column"]
+"""The footer, the columns of encrypted footers that could not be opened, or a column."""
+
+NOT_STATED = "not stated by the KMS"
+
+EXAMPLES = 5
+"""How many files an exception names at most."""
+
+_FILES_AT_A_TIME = 1000
+_THREADS = 16
+
+
+# --- the report ---
+
+
+@dataclass(frozen=True)
+class ProtectingKey:
+    """A key that protects columns.
+
+    Attributes:
+        kind: A master key with its version, or a data key that the caller manages.
+        key: Identifier of the master key in the KMS, or name of the data key; empty if it is unknown.
+        version: Version of the master key; None if it is not visible.
+        files: How many files need it.
+        created: When the version was created, as ISO 8601 in UTC; None if it is not known.
+        created_note: Why it is not known, or what the time is about.
+        first_modified: Earliest modification time of these files, as ISO 8601 in UTC.
+        last_modified: Latest modification time.
+    """
+
+    kind: Literal["master key", "data key"]
+    key: str
+    version: str | None
+    files: int
+    created: str | None = None
+    created_note: str = ""
+    first_modified: str | None = None
+    last_modified: str | None = None
+
+
+@dataclass(frozen=True)
+class KeyVersion:
+    """A version of a master key that the KMS states, whether or not a file needs it.
+
+    Attributes:
+        key: Identifier of the master key in the KMS.
+        version: The version; None for the master key itself.
+        created: When it was created, as ISO 8601 in UTC.
+    """
+
+    key: str
+    version: str | None
+    created: str
+
+
+@dataclass
+class Access:
+    """Whether a configuration reads a column: in how many files the KMS unwraps all keys that this needs.
+
+    Attributes:
+        reads: Number of files whose keys the KMS unwrapped.
+        refused: Number of files for which it refused a key.
+        unknown: Number of files for which it could not be asked.
+        reasons: Why not -> number of files.
+    """
+
+    reads: int = 0
+    refused: int = 0
+    unknown: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def count(self, why_not: tuple[bool, str] | None) -> None:
+        """Count a file: None if it is read, otherwise whether a key was refused, and why."""
+        if why_not is None:
+            self.reads += 1
+            return
+        is_refused, reason = why_not
+        self.refused += is_refused
+        self.unknown += not is_refused
+        self.reasons[reason] += 1
+
+
+@dataclass
+class ColumnReport:
+    """A column, or the footer.
+
+    Attributes:
+        part: What it is.
+        column: Dotted path of the column; empty for the footer, and for columns whose names are hidden.
+        files: In how many files it was seen.
+        keys: Position in `ProtectionReport.keys` -> number of files in which this key protects it.
+        plaintext_files: Number of files in which it is plaintext, including plaintext files.
+        access: Name of a configuration -> whether it reads the column where it is encrypted.
+    """
+
+    part: Part
+    column: str = ""
+    files: int = 0
+    keys: Counter[int] = field(default_factory=Counter)
+    plaintext_files: int = 0
+    access: dict[str, Access] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """What to call it."""
+        titles = {"footer": "(the footer)", "hidden": "(columns with hidden names)"}
+        return titles.get(self.part, self.column)
+
+
+@dataclass(frozen=True)
+class ReportedFile:
+    """A Parquet file.
+
+    Attributes:
+        path: Its path.
+        modified: Its modification time, as ISO 8601 in UTC; None if the file system has none. Not authenticated.
+        encrypted: Whether it is encrypted, or may be.
+        keys: Positions in `ProtectionReport.keys`.
+        problem: Why its keys are not all proven; empty if they are.
+    """
+
+    path: str
+    modified: str | None
+    encrypted: bool
+    keys: tuple[int, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """An exception, or something that was not examined.
+
+    Attributes:
+        is_problem: Whether it needs action; otherwise it is worth knowing.
+        text: What.
+        count: How many files, columns or keys it is about.
+        examples: The first of them.
+    """
+
+    is_problem: bool
+    text: str
+    count: int = 0
+    examples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProtectionReport:
+    """What was found.
+
+    Attributes:
+        paths: What was examined.
+        made: When, as ISO 8601 in UTC.
+        verdict: The verdict of `verify`; None if it was not run.
+        conforms: Whether the files conform; None if they were not verified.
+        counts: Number of `encrypted`, `plaintext`, `unreadable` and `not_parquet` files, and of encrypted files that are
+            `skipped` by readers because of their names.
+        exceptions: What deviates, problems first.
+        not_examined: What was not examined, and why.
+        keys: The keys that files need.
+        columns: The footer and all columns.
+        timeline: The versions of these master keys, oldest first.
+        readers: Names of the configurations whose access was measured.
+        plaintext_files: Paths of the plaintext files.
+        not_parquet: Paths of files that are not Parquet.
+        files: All Parquet files.
+        failures: The errors of files whose keys could not be proven.
+    """
+
+    paths: tuple[str, ...]
+    made: str
+    verdict: str | None
+    conforms: bool | None
+    counts: Mapping[str, int]
+    exceptions: tuple[Remark, ...]
+    not_examined: tuple[Remark, ...]
+    keys: tuple[ProtectingKey, ...]
+    columns: tuple[ColumnReport, ...]
+    timeline: tuple[KeyVersion, ...]
+    readers: tuple[str, ...]
+    plaintext_files: tuple[str, ...]
+    not_parquet: tuple[str, ...]
+    files: tuple[ReportedFile, ...]
+    failures: tuple[Exception, ...] = field(default=(), repr=False)
+
+    @property
+    def has_problems(self) -> bool:
+        """Whether an exception needs action."""
+        return any(remark.is_problem for remark in self.exceptions)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as a JSON document."""
+        return {name: document_of(getattr(self, name)) for name in self.__dataclass_fields__ if name != "failures"}
+
+
+def make_report(
+    keytools: Keytools,
+    location: FileLocation,
+    readers: Mapping[str, Keytools],
+    *,
+    table_name: str | None = None,
+    aad_prefix: str | None = None,
+    verify: bool = True,
+    on_file: Callable[[object], None] = lambda _: None,
+) -> ProtectionReport:
+    """Examine a file, or the files of a folder.
+
+    Args:
+        keytools: The configuration of the auditor: its KMS opens the files.
+        location: The file or folder, or the result of `FileLocation.resolve_all`.
+        readers: Name -> configuration whose access is measured.
+        table_name: The table of the files; None if the configuration has only one.
+        aad_prefix: The AAD prefix that every file must have.
+        verify: Whether the files are verified, which reads and authenticates all of them.
+        on_file: Called with each file when it is listed, and when it is verified.
+
+    Raises:
+        FileNotFoundError: The file or folder does not exist.
+        NoParquetFilesError: The folder has no Parquet files.
+    """
+    report = _Report(readers)
+    report.look_around(location)
+    files = keytools.key_inventory(location, table_name=table_name, aad_prefix=aad_prefix)
+    while batch := list(itertools.islice(files, _FILES_AT_A_TIME)):
+        report.add(batch)
+        for file in batch:
+            on_file(file)
+    report.date_keys(keytools.kms)
+    conforms, verdict = None, None
+    if verify:
+        checked: DataSetReport | FileReport
+        if location.is_folder():
+            checked = keytools.verify_folder(
+                location, table_name=table_name, aad_prefix=aad_prefix, on_progress=on_file
+            )
+        else:
+            checked = keytools.verify_file(location, table_name=table_name, aad_prefix=aad_prefix)
+        conforms, verdict = checked.conforms, checked.verdict.value
+        report.add_verification(checked)
+    return report.end(location, conforms, verdict)
+
+
+# --- access ---
+
+
+class _Reader:
+    """Asks the KMS of a configuration to unwrap keys, each distinct wrapped key once."""
+
+    def __init__(self, kms: KmsClient | None) -> None:
+        self._kms = kms
+        self._answers: dict[UnwrapRequest, KmsError | None] = {}
+        self.unreachable: KmsUnavailableError | None = None
+
+    def ask(self, wanted: Iterable[UnwrapRequest]) -> None:
+        missing = [request for request in dict.fromkeys(wanted) if request not in self._answers]
+        if self._kms is None or not missing or self.unreachable is not None:
+            return
+        for request, key in zip(missing, self._kms.unwrap_many(missing), strict=True):
+            # The key itself is forgotten at once.
+            self._answers[request] = key.with_traceback(None) if isinstance(key, KmsError) else None
+        answers = [self._answers[request] for request in missing]
+        if all(isinstance(answer, KmsUnavailableError) for answer in answers):
+            self.unreachable = answers[0]  # type: ignore[assignment]
+
+    def why_not(self, use: UsedKey) -> tuple[bool, str] | None:
+        """Return None if the KMS unwrapped a key; otherwise whether it refused, and why not."""
+        request = _request(use)
+        if request is None:
+            return False, "a data key, which no KMS unwraps"
+        if self._kms is None:
+            return True, "the configuration has no KMS"
+        if request not in self._answers:
+            return False, "not asked: the KMS could not be reached"
+        error = self._answers[request]
+        if error is None:
+            return None
+        return not isinstance(error, KmsUnavailableError), f"{use.master_key_id}: {type(error).__name__}"
+
+
+def _request(use: UsedKey) -> UnwrapRequest | None:
+    if use.wrapped_key is None or use.master_key_id is None:
+        return None
+    return UnwrapRequest(use.wrapped_key, use.master_key_id)
+
+
+# --- making a report ---
+
+
+@dataclass
+class _Group:
+    """Equal remarks about several files."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, example: str) -> None:
+        self.count += 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(example)
+
+    def remark(self, text: str, *, is_problem: bool) -> Remark:
+        return Remark(is_problem, text, self.count, tuple(self.examples))
+
+
+_KeyName = tuple[Literal["master key", "data key"], str, str | None]
+_ColumnName = tuple[Part, str]
+_FOOTER: _ColumnName = ("footer", "")
+
+
+def _column_of(use: UsedKey) -> _ColumnName:
+    if use.is_footer:
+        return _FOOTER
+    return ("hidden", "") if use.column is None else ("column", use.column)
+
+
+class _Report:
+    """A report in the making."""
+
+    def __init__(self, readers: Mapping[str, Keytools]) -> None:
+        self._readers = {name: _Reader(reader.kms) for name, reader in readers.items()}
+        self._modified: dict[str, datetime | None] = {}
+        self._left_out: dict[LeftOutReason, _Group] = defaultdict(_Group)
+        self._not_parquet: list[str] = []
+        self._columns: dict[_ColumnName, ColumnReport] = {}
+        self._positions: dict[_KeyName, int] = {}
+        self._key_files: Counter[int] = Counter()
+        self._key_times: dict[int, tuple[datetime, datetime]] = {}
+        self._dates: dict[str, dict[str | None, datetime] | str] = {}
+        self._files: list[ReportedFile] = []
+        self._plaintext: list[str] = []
+        self._plaintext_columns: dict[str, _Group] = defaultdict(_Group)
+        self._failed: dict[str, _Group] = defaultdict(_Group)
+        self._failures: list[Exception] = []
+        self._problems: list[Remark] = []
+        self._not_examined: list[Remark] = []
+        self._unreadable = self._skipped = 0
+        self._is_verified = False
+
+    def look_around(self, location: FileLocation) -> None:
+        """Note the modification times of Parquet files, and what else there is."""
+        found: list[FileLocation] = []
+        for entry in data_set(location, into_passed_over=True):
+            if isinstance(entry, ParquetFile):
+                found.append(entry.location)
+            elif isinstance(entry, LeftOut):
+                if entry.reason is LeftOutReason.NOT_PARQUET:
+                    self._not_parquet.append(entry.path)
+                else:
+                    self._left_out[entry.reason].add(entry.path)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="parquet-keytools-report") as pool:
+            for file, modified in zip(found, pool.map(_modified, found), strict=True):
+                self._modified[str(file)] = modified
+
+    def add(self, batch: Sequence[FileKeyUses]) -> None:
+        """Count files; the KMS of each reader is asked for the keys of all of them together."""
+        wanted = [request for file in batch for use in file.uses if (request := _request(use)) is not None]
+        for reader in self._readers.values():
+            reader.ask(wanted)
+        for file in batch:
+            self._add_file(file)
+
+    def _add_file(self, file: FileKeyUses) -> None:
+        problem = ""
+        if file.unknown is not None:
+            problem = _general(file.unknown, file.path)
+            self._failed[problem].add(file.path)
+            self._failures.append(file.unknown)
+        self._unreadable += file.is_unseen
+        self._skipped += file.is_passed_over
+        modified = self._modified.get(file.path)
+        # The footer first: its key protects other columns, too.
+        uses = sorted(file.uses, key=lambda use: not use.is_footer)
+        protected = list(dict.fromkeys((_column_of(use), self._position(use)) for use in uses))
+        keys = {position for _, position in protected}
+        if uses and uses[0].is_footer:
+            protected += [(("column", column), protected[0][1]) for column in file.footer_key_columns]
+        for name, position in protected:
+            self._column(name).keys[position] += 1
+        for column in file.plaintext_columns:
+            self._column(("column", column)).plaintext_files += 1
+            if file.is_encrypted:
+                self._plaintext_columns[column].add(file.path)
+        for name in {*dict(protected), *(("column", column) for column in file.plaintext_columns)}:
+            self._columns[name].files += 1
+        if not file.is_encrypted:
+            self._plaintext.append(file.path)
+        if uses and uses[0].is_footer:
+            self._note_access(file, uses[0])
+        for position in keys:
+            self._key_files[position] += 1
+            if modified is not None:
+                first, last = self._key_times.get(position, (modified, modified))
+                self._key_times[position] = min(first, modified), max(last, modified)
+        self._files.append(
+            ReportedFile(file.path, _text(modified), file.is_encrypted, tuple(sorted(keys)), problem)
+        )
+
+    def _position(self, use: UsedKey) -> int:
+        name: _KeyName = ("data key", use.data_key or "", None)
+        if use.master_key_id is not None:
+            name = "master key", use.master_key_id, use.version
+        return self._positions.setdefault(name, len(self._positions))
+
+    def _column(self, name: _ColumnName) -> ColumnReport:
+        return self._columns.setdefault(name, ColumnReport(*name))
+
+    def _note_access(self, file: FileKeyUses, footer: UsedKey) -> None:
+        # Keys in a file that is not authentic show nothing about who reads a column.
+        is_shown = file.unknown is None or isinstance(file.unknown, KmsError | KeyNotAvailableError)
+        for name, reader in self._readers.items():
+            opening = reader.why_not(footer) if is_shown else (False, "the file is not authentic")
+            outcomes = dict.fromkeys((("column", column) for column in file.footer_key_columns), opening)
+            for use in file.uses:
+                column = _column_of(use)
+                # Several columns with hidden names are one line.
+                outcomes[column] = outcomes.get(column) or opening or reader.why_not(use)
+            for column, why_not in outcomes.items():
+                self._columns[column].access.setdefault(name, Access()).count(why_not)
+
+    def date_keys(self, kms: KmsClient | None) -> None:
+        """Ask the KMS when the versions were created: one call, or a few, for each master key."""
+        for kind, key, _ in self._positions:
+            if kind == "master key" and kms is not None and key not in self._dates:
+                try:
+                    self._dates[key] = kms.version_dates(key)
+                except KmsError as error:
+                    self._dates[key] = f"{NOT_STATED}: {type(error).__name__}"
+
+    def add_verification(self, checked: DataSetReport | FileReport) -> None:
+        """Note the broken rules, and the rules that could not be checked."""
+        self._is_verified = True
+        files = checked.files if isinstance(checked, DataSetReport) else (checked,)
+        broken: dict[str, tuple[bool, _Group]] = {}
+        unchecked: dict[str, _Group] = defaultdict(_Group)
+        results = [(file.path, result) for file in files for result in file.rules]
+        if isinstance(checked, DataSetReport):
+            results += [(checked.path, result) for result in checked.rules]
+        for path, result in results:
+            if result.outcome is Outcome.BROKEN:
+                rule = result.rule
+                text = f"{rule.severity.value} of rule {rule.id} (section {rule.section}). Risk: {rule.gain}"
+                finding = result.findings[0].message if result.findings else rule.holds
+                group = broken.setdefault(text, (rule.severity is Severity.VIOLATION, _Group()))[1]
+                group.add(f"{path}: {finding}")
+        # One file has many rules that the same reason leaves unchecked.
+        for path, reason in dict.fromkeys((path, reason) for path, result in results for reason in result.reasons):
+            unchecked[reason.replace(path, "<file>")].add(path)
+        if not checked.conforms:
+            text = f"Verification does not pass: {checked.verdict.value}."
+            self._problems.append(Remark(True, text, sum(not file.conforms for file in files)))
+        self._problems += [
+            group.remark(f"Verification: {text}", is_problem=is_violation)
+            for text, (is_violation, group) in broken.items()
+        ]
+        self._not_examined += [
+            group.remark(f"Rules that verification could not check: {reason}", is_problem=False)
+            for reason, group in unchecked.items()
+        ]
+
+    def end(self, location: FileLocation, conforms: bool | None, verdict: str | None) -> ProtectionReport:
+        """Return the report."""
+        names = sorted(self._positions, key=lambda name: tuple(part or "" for part in name))
+        order = {self._positions[name]: position for position, name in enumerate(names)}
+        for column in self._columns.values():
+            column.keys = Counter({order[old]: count for old, count in column.keys.items()})
+        encrypted = sum(file.encrypted for file in self._files) - self._unreadable - self._skipped
+        columns = sorted(
+            self._columns.values(), key=lambda column: (column.part == "column", column.part, column.column)
+        )
+        return ProtectionReport(
+            paths=location.only or (str(location),),
+            made=_text(datetime.now(UTC)) or "",
+            verdict=verdict,
+            conforms=conforms,
+            counts={
+                "encrypted": encrypted,
+                "plaintext": len(self._plaintext),
+                "unreadable": self._unreadable,
+                "skipped": self._skipped,
+                "not_parquet": len(self._not_parquet),
+            },
+            exceptions=tuple(sorted(self._exceptions(columns, names), key=lambda remark: not remark.is_problem)),
+            not_examined=tuple(self._unexamined(names)),
+            keys=tuple(self._key(name) for name in names),
+            columns=tuple(columns),
+            timeline=self._timeline(),
+            readers=tuple(self._readers),
+            plaintext_files=tuple(self._plaintext),
+            not_parquet=tuple(self._not_parquet),
+            files=tuple(
+                replace(file, keys=tuple(sorted(order[key] for key in file.keys))) for file in self._files
+            ),
+            failures=tuple(self._failures),
+        )
+
+    def _key(self, name: _KeyName) -> ProtectingKey:
+        kind, key, version = name
+        created, note = self._created(name)
+        first, last = self._key_times.get(self._positions[name], (None, None))
+        files = self._key_files[self._positions[name]]
+        return ProtectingKey(kind, key, version, files, created, note, _text(first), _text(last))
+
+    def _created(self, name: _KeyName) -> tuple[str | None, str]:
+        kind, key, version = name
+        dates = self._dates.get(key, NOT_STATED)
+        if kind == "data key":
+            return None, "not known: it is not in a KMS"
+        if isinstance(dates, str):
+            return None, dates
+        if version in dates:
+            return _text(
+                dates[version]
+            ), "" if version is not None else "the master key; the version is not visible"
+        return None, NOT_STATED
+
+    def _timeline(self) -> tuple[KeyVersion, ...]:
+        stated = [
+            (created, key, version)
+            for key, dates in self._dates.items()
+            if not isinstance(dates, str)
+            for version, created in dates.items()
+        ]
+        stated.sort(key=lambda entry: (entry[0], entry[1], entry[2] or ""))
+        return tuple(KeyVersion(key, version, _text(created) or "") for created, key, version in stated)
+
+    def _exceptions(self, columns: Sequence[ColumnReport], names: Sequence[_KeyName]) -> Iterator[Remark]:
+        yield from self._problems
+        if self._plaintext:
+            yield _listed(True, "Files that are not encrypted at all.", self._plaintext)
+        for text, group in self._failed.items():
+            yield group.remark(f"Files whose keys could not be proven: {text}", is_problem=True)
+        mixed = [column.title for column in columns if column.keys and column.plaintext_files]
+        if mixed:
+            yield _listed(True, "Columns that are encrypted in some files and plaintext in others.", mixed)
+        for name, reader in self._readers.items():
+            if reader.unreachable is not None:
+                text = f"The KMS of configuration {name} could not be reached: what it reads is unknown."
+                yield Remark(True, text, 1, (str(reader.unreachable),))
+        for column, group in self._plaintext_columns.items():
+            yield group.remark(f"Column {column} is plaintext in encrypted files.", is_problem=False)
+        several = [
+            column.title
+            for column in columns
+            if column.part != "hidden" and len({names[position][:2] for position in column.keys}) > 1
+        ]
+        if several:
+            yield _listed(False, "Columns, or the footer, under different keys in different files.", several)
+        if self._not_parquet:
+            yield _listed(False, "Files that are not Parquet.", self._not_parquet)
+
+    def _unexamined(self, names: Sequence[_KeyName]) -> Iterator[Remark]:
+        for reason, group in self._left_out.items():
+            yield group.remark(f"Left out of the data set: {reason.value}.", is_problem=False)
+        if self._not_parquet:
+            text = "The content of files that are not Parquet was not examined."
+            yield _listed(False, text, self._not_parquet)
+        yield from self._not_examined
+        if not self._is_verified:
+            text = "Page data was not authenticated, and no rules were checked: --no-verify was given."
+            yield Remark(False, text)
+        if hidden := self._columns.get(("hidden", "")):
+            text = "Columns in footers that could not be opened: their names are hidden."
+            yield Remark(False, text, hidden.files)
+        unstated = [f"{name[1]}@{name[2] or '?'}" for name in names if self._created(name)[0] is None]
+        if unstated:
+            yield _listed(False, f"The creation time of key versions: {NOT_STATED}.", unstated)
+        if self._readers:
+            yield Remark(
+                False, "Who else may read: the access of other principals, which the KMS's policies state."
+            )
+        else:
+            yield Remark(False, "Who reads which column: no configuration was named with --as.")
+        yield Remark(False, "Modification times are from the file system, and nothing authenticates them.")
+
+
+def _listed(is_problem: bool, text: str, names: Collection[str]) -> Remark:
+    return Remark(is_problem, text, len(names), tuple(itertools.islice(names, EXAMPLES)))
+
+
+def _general(error: Exception, path: str) -> str:
+    """Return the message of an error without the path of its file."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return text.replace(path, "<file>")
+
+
+def _modified(file: FileLocation) -> datetime | None:
+    try:
+        found: datetime | None = file.info().mtime
+    except OSError:
+        return None
+    return None if found is None else found.astimezone(UTC)
+
+
+def _text(time: datetime | None) -> str | None:
+    return None if time is None else time.strftime("%Y-%m-%dT%H:%M:%SZ")
