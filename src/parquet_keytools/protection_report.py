@@ -176,8 +176,8 @@ class ProtectionReport:
         made: When, as ISO 8601 in UTC.
         verdict: The verdict of `verify`; None if it was not run.
         conforms: Whether the files conform; None if they were not verified.
-        counts: Number of `encrypted`, `plaintext`, `unreadable` and `not_parquet` files, and of encrypted files that are
-            `skipped` by readers because of their names.
+        counts: Number of `encrypted`, `plaintext`, `unreadable` and `not_parquet` files, and of encrypted files
+            that are `skipped` by readers because of their names.
         exceptions: What deviates, problems first.
         not_examined: What was not examined, and why.
         keys: The keys that files need.

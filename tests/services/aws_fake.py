@@ -109,6 +109,7 @@ class FakeKms:
             "ReEncrypt": self._re_encrypt,
             "DescribeKey": self._describe_key,
             "GetKeyRotationStatus": self._rotation_status,
+            "ListKeyRotations": self._rotations,
         }
         return action[operation](request)
 
@@ -217,6 +218,19 @@ class FakeKms:
         if "GetKeyRotationStatus" in key.denied:
             raise RefusalError("AccessDeniedException", "not authorized to perform: kms:GetKeyRotationStatus")
         return {"KeyId": key.arn, "KeyRotationEnabled": True, "RotationPeriodInDays": 365}
+
+    def _rotations(self, request: Json) -> Json:
+        """One key material on each page; the first has no date of a rotation."""
+        key = self._find(request["KeyId"])
+        if "ListKeyRotations" in key.denied:
+            raise RefusalError("AccessDeniedException", "not authorized to perform: kms:ListKeyRotations")
+        assert request["IncludeKeyMaterial"] == "ALL_KEY_MATERIAL"
+        number = int(request.get("Marker", 0))
+        rotation = {"KeyId": key.key_id, "KeyMaterialId": key.material_ids[number]}
+        if number:
+            rotation["RotationDate"] = 1_700_000_000 + number
+        more = number + 1 < len(key.material_ids)
+        return {"Rotations": [rotation], "Truncated": more} | ({"NextMarker": str(number + 1)} if more else {})
 
     # --- the wire ---
 

@@ -91,6 +91,7 @@ class Key:
             state=version.state,
             protection_level=self.protection_level,
             import_job=version.import_job,
+            create_time=datetime.datetime.fromtimestamp(1_700_000_000 + version.number, datetime.UTC),
         )
 
 

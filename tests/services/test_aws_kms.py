@@ -727,6 +727,20 @@ def test_a_refused_rewrap_names_the_key_concerned(fake: FakeKms, kms: AwsKms, de
     assert disabled.value.master_key_id == keys[concerned].arn
 
 
+def test_when_versions_were_created(fake: FakeKms, kms: AwsKms) -> None:
+    key = fake.add_key()
+    for _ in range(2):
+        key.rotate()
+    dates = kms.version_dates(key.arn)
+    assert set(dates) == {None, *key.material_ids}
+    assert dates[None] == dates[key.material_ids[0]]
+    assert [dates[name].timestamp() for name in key.material_ids[1:]] == [1_700_000_001, 1_700_000_002]
+    key.denied.add("ListKeyRotations")
+    assert set(kms.version_dates(key.arn)) == {None}
+    with pytest.raises(MasterKeyNotFoundError):
+        kms.version_dates(key.arn[:-1] + "x")
+
+
 def test_describe(fake: FakeKms, kms: AwsKms) -> None:
     key = fake.add_key("one")
     found = kms.describe("alias/one")

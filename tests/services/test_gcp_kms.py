@@ -1053,3 +1053,13 @@ def test_keys_of_other_projects_are_refused_unless_they_are_named() -> None:
         kms.trust([theirs])
         with pytest.raises(MasterKeyNotFoundError):
             unwrap_one(kms, wrapped_key, theirs)
+
+
+def test_when_versions_were_created(server: FakeGcpKms, kms: GcpKms) -> None:
+    key = server.keys[f"{KEY_RING}/cryptoKeys/one"]
+    key.add_version()
+    key.versions[0].state = State.DESTROYED
+    assert {name: date.timestamp() for name, date in kms.version_dates("one").items()} == {
+        "1": 1_700_000_001,
+        "2": 1_700_000_002,
+    }

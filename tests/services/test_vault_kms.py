@@ -218,6 +218,15 @@ def test_describe_knows_versions_and_origin(kms: VaultKms, openbao: OpenBao) -> 
     assert kms.describe(name).rotates is True
 
 
+def test_when_versions_were_created(kms: VaultKms, openbao: OpenBao) -> None:
+    name = openbao.create_key()
+    openbao.rotate_key(name)
+    dates = kms.version_dates(name)
+    assert list(dates) == ["1", "2"]
+    assert 0 <= (dates["2"] - dates["1"]).total_seconds() < 60
+    assert abs(time.time() - dates["2"].timestamp()) < 600
+
+
 def test_a_version_that_is_too_old_is_disabled(kms: VaultKms, openbao: OpenBao) -> None:
     name = openbao.create_key()
     wrapped = wrap_one(kms, KEY, name)
