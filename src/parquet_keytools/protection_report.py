@@ -432,13 +432,14 @@ class _Report:
         is_shown = file.unknown is None or isinstance(file.unknown, KmsError | KeyNotAvailableError)
         for name, reader in self._readers.items():
             opening = reader.why_not(footer) if is_shown else (False, "the file is not authentic")
-            outcomes = dict.fromkeys((("column", column) for column in file.footer_key_columns), opening)
+            outcomes: dict[_ColumnName, tuple[bool, str] | None]
+            outcomes = {("column", column): opening for column in file.footer_key_columns}
             for use in file.uses:
-                column = _column_of(use)
                 # Several columns with hidden names are one line.
-                outcomes[column] = outcomes.get(column) or opening or reader.why_not(use)
-            for column, why_not in outcomes.items():
-                self._columns[column].access.setdefault(name, Access()).count(why_not)
+                name_of_use = _column_of(use)
+                outcomes[name_of_use] = outcomes.get(name_of_use) or opening or reader.why_not(use)
+            for part, why_not in outcomes.items():
+                self._columns[part].access.setdefault(name, Access()).count(why_not)
 
     def date_keys(self, kms: KmsClient | None) -> None:
         """Ask the KMS when the versions were created: one call, or a few, for each master key."""

@@ -167,7 +167,7 @@ class VaultKms(RemoteKmsClient):
         if not _is_key_name(master_key_id):
             raise _NO_KEY_NAME.error()
         read = partial(self._read_key, master_key_id)
-        return dict(self._operation("describe").call(master_key_id, read).created)
+        return self._operation("describe").call(master_key_id, read).created
 
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         if isinstance(error, VaultRefusal):
@@ -344,7 +344,7 @@ class TransitKey:
     soft_deleted: bool
     imported: bool
     rotates: bool | None
-    created: Mapping[str, datetime]
+    created: dict[str | None, datetime]
 
     @classmethod
     def read(cls, name: str, answer: Mapping[str, Any]) -> TransitKey:
