@@ -70,7 +70,13 @@ class Keytools(Summarised):
 
         Raises:
             ConfigurationError: The configuration names keys that do not exist.
+            TypeError: The configuration is the path of a file, or a mapping.
         """
+        if not isinstance(configuration, Configuration):
+            method = "from_mapping" if isinstance(configuration, Mapping) else "from_yaml"
+            raise TypeError(
+                f"Keytools takes a Configuration, not {type(configuration).__name__}: use Keytools.{method}(...)."
+            )
         self.configuration = configuration
         self._keys = KeyService(configuration, kms, clock)
         self._arrow_encryptor = ArrowEncryptor(self._keys, clock)

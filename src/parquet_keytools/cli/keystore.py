@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parquet_keytools.cli.options import CONFIG_VARIABLE, JsonOption, with_options
-from parquet_keytools.cli.output import answer, print_json, print_table
+from parquet_keytools.cli.output import ExitStatus, answer, number_of, print_json, print_table, say
 
 if TYPE_CHECKING:
-    from parquet_keytools.kms.keystore_file import Keystore
+    from parquet_keytools.kms.keystore_file import Keystore, OpenKeystore
     from parquet_keytools.kms.passphrase import PassphraseSource
     from parquet_keytools.secret_bytes import SecretBytes
 
@@ -26,6 +26,16 @@ NEW_ENVIRONMENT_VARIABLE = "PARQUET_KEYTOOLS_NEW_PASSPHRASE"
 app = typer.Typer(
     name="keystore", help="Keep master keys in a file on this machine, under a passphrase.", no_args_is_help=True
 )
+
+
+PassphraseFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--passphrase-file",
+        metavar="FILE",
+        help=f"File with the passphrase. Otherwise ${ENVIRONMENT_VARIABLE}, or a prompt.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +51,7 @@ class KeystoreOptions:
             help="A configuration whose `kms:` names the keystore file and its passphrase.",
         ),
     ] = None
-    passphrase_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--passphrase-file",
-            metavar="FILE",
-            help=f"File with the passphrase. Otherwise ${ENVIRONMENT_VARIABLE}, or a prompt.",
-        ),
-    ] = None
+    passphrase_file: PassphraseFileOption = None
 
     @property
     def name(self) -> str:
@@ -158,6 +161,10 @@ def _key_text(name: str, key_version: int | None) -> str:
 @with_options(KeystoreOptions)
 def list_keys(options: KeystoreOptions, as_json: JsonOption = False) -> None:
     """List the master keys and their versions."""
+    _show_keys(options.keystore().open(), options.name, as_json)
+
+
+def _show_keys(opened: OpenKeystore, title: str, as_json: bool) -> None:
     rows: list[dict[str, Any]] = [
         {
             "name": name,
@@ -166,7 +173,7 @@ def list_keys(options: KeystoreOptions, as_json: JsonOption = False) -> None:
             "enabled": master_key.enabled and version.enabled,
             "created": version.created,
         }
-        for name, master_key in sorted(options.keystore().open().master_keys.items())
+        for name, master_key in sorted(opened.master_keys.items())
         for version in master_key.versions
     ]
     if as_json:
@@ -177,10 +184,58 @@ def list_keys(options: KeystoreOptions, as_json: JsonOption = False) -> None:
         return ("enabled" if row["enabled"] else "disabled") + (", wraps" if row["current"] else "")
 
     print_table(
-        options.name,
+        title,
         ["master key", "version", "created", "state"],
         [(row["name"], str(row["version"]), str(row["created"]), state_of(row)) for row in rows],
     )
+
+
+@app.command()
+@with_options(KeystoreOptions)
+def backup(
+    copy: Annotated[Path, typer.Argument(metavar="COPY", help="The file to write. It must not exist.")],
+    options: KeystoreOptions,
+) -> None:
+    """Copy the keystore to a new file, and check the copy.
+
+    The copy has the same passphrase, which is not part of it: keep the passphrase somewhere else.
+    """
+    copied = options.keystore().back_up(copy)
+    versions = sum(len(master_key.versions) for master_key in copied.master_keys.values())
+    answer(
+        f"Copied {options.name} to {copy}: {number_of(len(copied.master_keys), 'master key')}, "
+        f"{number_of(versions, 'version')}. The passphrase is not in it."
+    )
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The keystore, or a backup of it.")],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="A configuration that has the passphrase of the keystore."),
+    ] = None,
+    passphrase_file: PassphraseFileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Open a keystore or a backup of it, unwrap each master key in it, and list the versions.
+
+    Exit status: 0 if all of them can be used, 1 if the file is damaged, 2 if the passphrase does not belong to it.
+    """
+    from parquet_keytools.errors import KmsResponseInvalidError
+    from parquet_keytools.kms.keystore_file import Keystore
+
+    if config is not None and passphrase_file is None:
+        _, source = KeystoreOptions(config=config).located()
+    else:
+        source = _passphrase_source(passphrase_file)
+    try:
+        opened = Keystore(file, source).open()
+        opened.check()
+    except KmsResponseInvalidError as error:
+        say(f"Error: {error}")
+        raise typer.Exit(ExitStatus.NO) from None
+    _show_keys(opened, f"{file} can be restored", as_json)
 
 
 NewPassphraseOption = Annotated[

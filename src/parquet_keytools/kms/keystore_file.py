@@ -319,6 +319,16 @@ class OpenKeystore:
             detail = f"version {version.version} of {master_key_id!r} was altered, or is damaged"
             raise _not_authentic(detail) from None
 
+    def check(self) -> None:
+        """Unwrap each version of each master key.
+
+        Raises:
+            KmsResponseInvalidError: One is damaged.
+        """
+        for master_key_id, master_key in self.master_keys.items():
+            for version in master_key.versions:
+                self.key(master_key_id, version)
+
 
 class Keystore:
     """A keystore file and its passphrase. The file is read when it is first needed.
@@ -388,6 +398,33 @@ class Keystore:
                 self._opened = self._load(self._opened)
             return self._opened
 
+    def back_up(self, copy: Path) -> OpenKeystore:
+        """Copy the keystore to a new file that only its owner may read, and open the copy.
+
+        Every version of every master key is unwrapped, in the keystore and in the copy. The copy has the same
+        passphrase, which is not part of it.
+
+        Args:
+            copy: The file to write.
+
+        Returns:
+            The content of the copy.
+
+        Raises:
+            KmsConfigurationError: There is a file of this name already.
+            OutputError: The copy cannot be written.
+        """
+        opened = self.open()
+        opened.check()
+        backup = Keystore(copy, self._passphrase)
+        with backup._writing() as target:
+            if target.exists():
+                raise _refused(f"{copy} exists already", hint="Name a new file for each backup.")
+            replace_private_file(target, opened.document.to_bytes())
+        copied = backup.open()
+        copied.check()
+        return copied
+
     def _load(self, known: OpenKeystore | None) -> OpenKeystore:
         content, file_identity = self._read()
         document = KeystoreDocument.parse(content, self.path)
@@ -402,7 +439,9 @@ class Keystore:
         return read_private_file(
             self.path,
             max_length=_MAX_FILE_LENGTH,
-            hint_if_missing=f"Create it with: parquet-keytools keystore create-key NAME --path '{self.path}'",
+            hint_if_missing="Restore it from a backup: with new master keys, even of the same names, existing "
+            "files are unreadable. If there never was a keystore, create one with: "
+            f"parquet-keytools keystore create-key NAME --path '{self.path}'",
         )
 
     # --- changing ---

@@ -459,9 +459,12 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return [info for info in infos if info.path not in hidden]
 
     def _name(self, path: str) -> str:
-        """Return the name of a file in listings, which begins as the caller's path does."""
+        """Return the name of a file in listings, which begins as the caller's path does, also with "."."""
         name = str(self._strip_protocol(path))
-        return "/".join(PurePosixPath(name).parts) if self._is_rooted else name
+        if not self._is_rooted:
+            return name
+        start = (".",) if name.partition("/")[0] == "." else ()
+        return "/".join((*start, *PurePosixPath(name).parts))
 
     def _found(self, location: FileLocation) -> pafs.FileInfo:
         """Return the info of an existing file or folder."""

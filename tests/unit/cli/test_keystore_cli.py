@@ -217,3 +217,59 @@ def test_the_keystore_of_a_configuration(tmp_path: Path) -> None:
 
 def test_path_and_config_together(path: Path, tmp_path: Path) -> None:
     assert run("list", "--path", path, "--config", tmp_path / "tables.yaml").exit_code == 2
+
+
+def test_a_backup_is_a_checked_copy_that_replaces_nothing(path: Path, tmp_path: Path) -> None:
+    run("create-key", "pii", "--path", path)
+    run("rotate-key", "pii", "--path", path)
+    copy = tmp_path / "backup.json"
+    done = run("backup", copy, "--path", path)
+    assert done.stdout == f"Copied {path} to {copy}: 1 master key, 2 versions. The passphrase is not in it.\n"
+    assert copy.stat().st_mode & 0o777 == 0o600
+    checked = json.loads(run("check", copy, "--json").stdout)
+    assert [(row["name"], row["version"]) for row in checked] == [("pii", 1), ("pii", 2)]
+    before = copy.read_bytes()
+    with pytest.raises(KmsConfigurationError, match="exists already"):
+        run("backup", copy, "--path", path)
+    assert copy.read_bytes() == before
+    path.unlink()
+    path.write_bytes(copy.read_bytes())
+    path.chmod(0o600)
+    assert [row["version"] for row in rows(path)] == [1, 2]
+
+
+def test_a_backup_with_the_passphrase_of_a_configuration(path: Path, tmp_path: Path) -> None:
+    run("create-key", "pii", "--path", path)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"version: 1\nkms: {{type: keystore, path: {path.name}, passphrase: {PASSPHRASE}}}\n")
+    run("backup", tmp_path / "backup.json", "--config", config)
+    done = run("check", tmp_path / "backup.json", "--config", config, env={VARIABLE: None})
+    assert "pii" in done.stdout
+
+
+@pytest.mark.parametrize("change", ["version", "key"])
+def test_a_damaged_backup_fails_its_check(path: Path, change: str) -> None:
+    run("create-key", "pii", "--path", path)
+    document = json.loads(path.read_bytes())
+    version = document["master_keys"]["pii"]["versions"][0]
+    if change == "version":
+        version["created"] = "2020-01-01T00:00:00Z"
+    else:
+        version["wrapped_master_key"] = "A" * 80
+    path.write_text(json.dumps(document))
+    done = run("check", path)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "was altered, or is damaged" in done.stderr
+
+
+def test_a_wrong_passphrase_fails_the_check_of_a_backup(path: Path) -> None:
+    run("create-key", "pii", "--path", path)
+    with pytest.raises(KmsConfigurationError, match="the passphrase does not belong to"):
+        run("check", path, env={VARIABLE: "another passphrase"})
+
+
+def test_a_missing_keystore_says_first_that_a_backup_is_needed(path: Path) -> None:
+    with pytest.raises(KmsConfigurationError) as caught:
+        run("list", "--path", path)
+    assert caught.value.hint.startswith("Restore it from a backup: with new master keys, even of the same names,")
+    assert caught.value.hint.endswith(f"keystore create-key NAME --path '{path}'")
