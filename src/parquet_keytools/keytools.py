@@ -23,7 +23,7 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
-from parquet_keytools.rotation import rekeying
+from parquet_keytools.rotation import in_place_encryption, rekeying
 from parquet_keytools.rotation.data_set_run import OnFile, RunOptions
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
 from parquet_keytools.rotation.report import RotationReport
@@ -149,6 +149,7 @@ class Keytools(Summarised):
         path: PathLike,
         *,
         table_name: str | None = None,
+        overwrite: bool = True,
         filesystem: Any = None,
         **options: Any,
     ) -> WriteResult:
@@ -162,6 +163,8 @@ class Keytools(Summarised):
                 with `__arrow_c_stream__`, such as a pandas or Polars DataFrame or a DuckDB relation.
             path: A path, or a URI such as `s3://bucket/key.parquet`.
             table_name: The table in the configuration; None if it has only one.
+            overwrite: Whether an existing file is replaced. If not, a file is an error, even one that appears
+                during the work.
             filesystem: A `pyarrow.fs` or fsspec file system.
             options: Further arguments of `pyarrow.parquet.write_table`, such as `compression`.
 
@@ -174,7 +177,9 @@ class Keytools(Summarised):
         """
         location = FileLocation.resolve(path, filesystem)
         with audit.about(location):
-            return writing.write_table(self._arrow_encryptor, data, location, table_name, options)
+            return writing.write_table(
+                self._arrow_encryptor, data, location, table_name, options, overwrite=overwrite
+            )
 
     def writer(
         self,
@@ -182,6 +187,7 @@ class Keytools(Summarised):
         schema: pa.Schema,
         *,
         table_name: str | None = None,
+        overwrite: bool = True,
         filesystem: Any = None,
         **options: Any,
     ) -> EncryptedParquetWriter:
@@ -197,6 +203,7 @@ class Keytools(Summarised):
             path: A path, or a URI such as `s3://bucket/key.parquet`.
             schema: The schema of the data.
             table_name: The table in the configuration; None if it has only one.
+            overwrite: As with `write_table`.
             filesystem: A `pyarrow.fs` or fsspec file system.
             options: Further arguments of `pyarrow.parquet.ParquetWriter`, such as `compression`.
 
@@ -206,7 +213,9 @@ class Keytools(Summarised):
             OutputError: The file cannot be written.
         """
         location = FileLocation.resolve(path, filesystem)
-        return EncryptedParquetWriter(self._arrow_encryptor, location, schema, table_name, options)
+        return EncryptedParquetWriter(
+            self._arrow_encryptor, location, schema, table_name, options, overwrite=overwrite
+        )
 
     def read_table(
         self,
@@ -257,6 +266,7 @@ class Keytools(Summarised):
         partitioning_flavor: str | None = None,
         filesystem: Any = None,
         write_options: Mapping[str, Any] | None = None,
+        overwrite: bool = True,
         durable: bool = True,
         **options: Any,
     ) -> WriteResult:
@@ -270,6 +280,9 @@ class Keytools(Summarised):
             partitioning_flavor: `hive`, unless `partitioning` says otherwise.
             filesystem: A `pyarrow.fs` or fsspec file system.
             write_options: For the Parquet writer, such as `compression`.
+            overwrite: Whether files of the same names may be replaced, if `existing_data_behavior` allows it.
+                Otherwise, such a file is an error, even one that appears during the work; other files of the data
+                set may be in their places then.
             durable: Whether all local files are synced to disk before the first of them appears. If not, a crash
                 of the machine may leave empty or damaged files.
             options: Further arguments of `pyarrow.dataset.write_dataset`.
@@ -288,6 +301,7 @@ class Keytools(Summarised):
                 partitioning=partitioning,
                 partitioning_flavor=partitioning_flavor,
                 write_options=write_options or {},
+                overwrite=overwrite,
                 durable=durable,
                 options=options,
             )
@@ -1014,6 +1028,44 @@ class Keytools(Summarised):
             Rewrapping(self._keys, plan, new_kms),
             RunOptions(keep_results=keep_results, on_file=on_file, follow_links=follow_links),
         )
+
+    def encrypt_in_place(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        table_name: str | None = None,
+        filesystem: Any = None,
+        keep_results: bool = True,
+        on_file: OnFile | None = None,
+        on_progress: conversion.Progress | None = None,
+        follow_links: bool = False,
+    ) -> RotationReport:
+        """Encrypt a plaintext file, or all plaintext files under a folder, in place.
+
+        Each encrypted file is written beside the plaintext file and synced. Its keys are unwrapped and each page
+        is authenticated before it replaces the plaintext file in one step, unless the plaintext file changed after
+        it was read. Files that are encrypted as the table says stay as they are: after an interruption, call the
+        method again. A file with several hard links fails, because its other names would keep the plaintext.
+
+        The plaintext is not erased: its blocks remain on the disk until the file system reuses them, and so do
+        older versions in a store with versioning, snapshots and backups.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            table_name: The table in the configuration; None if it has only one.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            keep_results: Whether the report lists all files, or only failed ones.
+            on_file: Called with the outcome of each file.
+            on_progress: Called with the number of bytes after each write, from any thread.
+            follow_links: As with `rekey_in_place`.
+
+        Raises:
+            FileNotFoundError: The file or folder does not exist.
+            ConfigurationError: The table does not exist.
+            KeytoolsError: The file failed. For a folder, the report lists files that failed.
+        """
+        request = in_place_encryption.EncryptRequest(table_name, keep_results, on_file, on_progress, follow_links)
+        return in_place_encryption.encrypt_data_set(self._keys, FileLocation.resolve(path, filesystem), request)
 
     def rekey_in_place(
         self,

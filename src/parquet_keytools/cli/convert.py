@@ -28,24 +28,47 @@ from parquet_keytools.cli.options import (
     open_keytools,
     with_options,
 )
-from parquet_keytools.cli.rotate import rekey_in_place
+from parquet_keytools.cli.rotate import change_in_place
+
+InPlaceOption = Annotated[
+    bool, typer.Option("--in-place", help="Replace each file of SRC when the new file is complete and checked.")
+]
 
 
 @with_options(ReportOptions)
 def encrypt_command(
-    sources: SourcesArgument,
-    target: TargetArgument,
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC... [DST]",
+            help="Files, folders or globs, or their URIs, such as s3://bucket/folder; then the file or folder to "
+            "write, which mirrors SRC. With --in-place, there is no DST.",
+        ),
+    ],
     config: ConfigOption,
     table: TableOption = None,
     overwrite: OverwriteOption = False,
     skip_existing: SkipExistingOption = False,
     skip_unauthenticated: SkipUnauthenticatedOption = False,
+    in_place: InPlaceOption = False,
+    follow_links: FollowLinksOption = False,
     processes: ProcessesOption = None,
 ) -> None:
     """Encrypt a Parquet file, or all Parquet files of a folder.
 
-    Works page by page, without decoding values.
+    Works page by page, without decoding values. With --in-place, the plaintext is replaced, not erased: its blocks
+    remain on the disk until the file system reuses them. After an interrupted run, repeat the command.
     """
+    if in_place:
+        _refuse_beside_in_place(overwrite=overwrite, skip_existing=skip_existing or skip_unauthenticated)
+        _encrypt_in_place(paths, config, table, follow_links=follow_links, processes=processes)
+        return
+    if follow_links:
+        raise typer.BadParameter("this works with --in-place only.", param_hint="--follow-links")
+    if len(paths) == 1:
+        raise typer.BadParameter("a file or folder to write is needed, or --in-place.", param_hint="DST")
+    *sources, target = paths
+
     from parquet_keytools.cli.file_work import convert_files
     from parquet_keytools.files.conversion import SkipExisting
     from parquet_keytools.files.table_check import TableCheck
@@ -62,6 +85,27 @@ def encrypt_command(
             skip_existing=skip,
             processes=processes,
             check=TableCheck(keytools.configuration, table_name).refuse_folder_names,
+        )
+
+
+def _refuse_beside_in_place(**options: bool) -> None:
+    for name, is_given in options.items():
+        if is_given:
+            raise typer.BadParameter(
+                "this does not work with --in-place.", param_hint=f"--{name.replace('_', '-')}"
+            )
+
+
+def _encrypt_in_place(
+    sources: list[str], config: Path, table: str | None, *, follow_links: bool, processes: int | None
+) -> None:
+    from parquet_keytools.runtime.worker_processes import command_line_processes
+
+    with open_keytools(config) as keytools, command_line_processes(processes):
+        change_in_place(
+            partial(keytools.encrypt_in_place, table_name=table, follow_links=follow_links),
+            locations_of(sources, "SRC"),
+            "Repeat the command: encrypted files stay as they are.",
         )
 
 
@@ -145,9 +189,6 @@ ToConfigOption = Annotated[
 ToTableOption = Annotated[
     str | None, typer.Option("--to-table", metavar="NAME", help="The table of DST, if it is another one.")
 ]
-InPlaceOption = Annotated[
-    bool, typer.Option("--in-place", help="Replace each file of SRC when the new file is complete and checked.")
-]
 VerifyOption = Annotated[
     bool | None,
     typer.Option(
@@ -202,15 +243,18 @@ def rekey_command(
         new_keytools = stack.enter_context(open_keytools(to_config)) if to_config is not None else None
         if target is None:
             with command_line_processes(processes):
-                rekey_in_place(
-                    keytools,
+                change_in_place(
+                    partial(
+                        keytools.rekey_in_place,
+                        table_name=table,
+                        new_table_name=to_table,
+                        new_keytools=new_keytools,
+                        aad_prefix=aad_prefix,
+                        verify=verify is not False,
+                        follow_links=follow_links,
+                    ),
                     locations_of([source], "SRC"),
-                    table_name=table,
-                    new_table_name=to_table,
-                    new_keytools=new_keytools,
-                    aad_prefix=aad_prefix,
-                    verify=verify is not False,
-                    follow_links=follow_links,
+                    "Repeat the command: it starts with the first file.",
                 )
             return
         wanted = to_table or (table if new_keytools is None else None)

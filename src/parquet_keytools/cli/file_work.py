@@ -25,6 +25,7 @@ from parquet_keytools.cli.output import (
     print_json,
     progress_bar,
     say,
+    say_left_out,
     size_text,
     status_of_all,
 )
@@ -249,15 +250,12 @@ def _document(work: _Work) -> dict[str, Any]:
 
 def _tell(work: _Work, participle: str, seconds: float, *, unauthenticated: bool = False) -> None:
     plan, results = work.plan, work.results
-    left_out, failed = Messages("Left out"), Messages("Failed")
-    # First the files that may be data, since they may be missed.
-    for left in sorted(plan.left_out, key=lambda left: ".parquet" not in left.location.name.lower()):
-        left_out.add(left.path, f"{left.path}: {left.reason}.")
+    say_left_out(plan.left_out)
+    failed = Messages("Failed")
     for file, error in work.failures:
         failed.add_error(str(file.source), error, str(file.target))
     for unseen in plan.unseen:
         failed.add(unseen.path, f"could not be checked: {error_text(unseen.error)}")
-    left_out.print()
     failed.print()
     if not_attempted := work.not_attempted:
         say(

@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, IntEnum
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from parquet_keytools.storage.walk import LeftOut
 
 T = TypeVar("T")
 
@@ -186,6 +189,14 @@ class Messages:
                 )
         if rest := sum(group.count for _, group in groups[len(shown) :]):
             self._show(f"{self._label}: {rest:,} more; --verbose shows all.")
+
+
+def say_left_out(entries: Iterable[LeftOut]) -> None:
+    """Print which entries of a folder do not belong to the data set; first the files that may be data."""
+    left_out = Messages("Left out")
+    for left in sorted(entries, key=lambda left: ".parquet" not in left.location.name.lower()):
+        left_out.add(left.path, f"{left.path}: {left.reason}.")
+    left_out.print()
 
 
 def _general(text: str, path: str, *other_paths: str) -> str:

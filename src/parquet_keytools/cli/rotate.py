@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,13 @@ from parquet_keytools.cli.output import (
     print_table,
     progress_bar,
     say,
+    say_left_out,
     size_text,
     status_of_all,
     to_dict,
 )
 
 if TYPE_CHECKING:
-    from parquet_keytools.keytools import Keytools
     from parquet_keytools.rotation.report import FileRotation, KmsCalls, RotationOutcome, RotationReport
     from parquet_keytools.storage.locations import FileLocation
 
@@ -61,11 +62,16 @@ def rotate_command(paths: PathsArgument, options: RotationOptions) -> None:
     _exit_with(report)
 
 
-def rekey_in_place(keytools: Keytools, location: FileLocation, **arguments: Any) -> None:
-    """Replace files one by one, and report each; `arguments` are arguments of `Keytools.rekey_in_place`."""
+def change_in_place(change: Callable[..., RotationReport], location: FileLocation, again: str) -> None:
+    """Replace files one by one, and report each.
+
+    Args:
+        change: `Keytools.encrypt_in_place` or `rekey_in_place`, with its other arguments.
+        location: The file or folder.
+        again: How to continue an interrupted run.
+    """
     is_folder = location.is_folder()
     size_bytes = None if is_folder else location.info().size or 0
-    again = "Repeat the command: it starts with the first file."
     with progress_bar(size_bytes) as progress, _Run(again) as run:
 
         def on_file(file: FileRotation) -> None:
@@ -73,15 +79,14 @@ def rekey_in_place(keytools: Keytools, location: FileLocation, **arguments: Any)
                 progress.count(file)
             run.add(file)
 
-        report = keytools.rekey_in_place(
+        report = change(
             location,
             keep_results=False,
             on_file=on_file,
             on_progress=None if is_folder else progress.advance,
-            **arguments,
         )
         run.end(report, is_rotation=False)
-    run.show_rekeying(report)
+    run.show_changes(report)
     _exit_with(report)
 
 
@@ -164,13 +169,22 @@ class _Run:
                 "expected_kms_calls": report.expected_kms_calls if report.dry_run else None,
                 "shared_keys": report.shared_keys,
             }
+        else:
+            summary["left_out"] = [{"path": left.path, "reason": left.reason} for left in report.left_out]
         self.document.end(summary)
 
-    def show_rekeying(self, report: RotationReport) -> None:
-        """Print the summary of new data keys."""
+    def show_changes(self, report: RotationReport) -> None:
+        """Print the summary of files that were encrypted or got new data keys."""
+        from parquet_keytools.rotation.report import RotationOutcome
+
         _say_failures(report)
         written = size_text(report.bytes_written)
         answer(f"{_files_text(report.counts)}; {written} written in {time.monotonic() - self.started:.1f} s.")
+        if report.counts[RotationOutcome.ENCRYPTED]:
+            answer(
+                "The plaintext was replaced, not erased: its blocks remain on the disk until the file system "
+                "reuses them, and backups, snapshots and older versions of objects keep it."
+            )
         _say_stopped(report)
 
     def show_rotation(self, report: RotationReport) -> None:
@@ -209,7 +223,8 @@ class _Run:
 
 
 def _say_failures(report: RotationReport) -> None:
-    """Print which files failed, and what could not be removed from a store."""
+    """Print which files were left out or failed, and what could not be removed from a store."""
+    say_left_out(report.left_out)
     failed = Messages("Failed")
     for file in report.failures:
         if file.error is not None:

@@ -226,18 +226,26 @@ def encrypt_pending(
         ParquetFormatError: The source is not a valid Parquet file.
     """
     footer = file_encryptor.read_plaintext_footer(source)
-    paths = [leaf.path for leaf in footer.leaves]
-    if names := partition_names(folder_names):
-        with_partitions = dict.fromkeys([*paths, *((name,) for name in names)])
-        keys.policy(table_name, list(with_partitions)).check_partition_columns(names)
-    policy = keys.policy(table_name, paths)
-    policy.refuse_folder_names(folder_names)
+    policy = policy_of(keys, table_name, footer, folder_names)
     encryption, key_material = new_file_encryption(keys, policy, pending.target)
     with pending.open_sink() as sink:
         file_encryptor.encrypt_opened(
             source, sink, footer, {}, encryption, threads=threads, on_progress=on_progress
         )
     return key_material
+
+
+def policy_of(
+    keys: KeyService, table_name: str | None, footer: Footer, folder_names: Collection[str]
+) -> TablePolicy:
+    """Return how a table encrypts a plaintext file; arguments and errors as with `encrypt_pending`."""
+    paths = [leaf.path for leaf in footer.leaves]
+    if names := partition_names(folder_names):
+        with_partitions = dict.fromkeys([*paths, *((name,) for name in names)])
+        keys.policy(table_name, list(with_partitions)).check_partition_columns(names)
+    policy = keys.policy(table_name, paths)
+    policy.refuse_folder_names(folder_names)
+    return policy
 
 
 def new_file_encryption(

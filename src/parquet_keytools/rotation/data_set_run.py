@@ -74,12 +74,14 @@ class RunOptions:
         on_file: Called with each result.
         raises_failures: Whether to raise the error of a file: for a run over a single file.
         follow_links: Whether to change files outside the given folder that links lead to.
+        on_left_out: Called with each entry that does not belong to the data set.
     """
 
     keep_results: bool = True
     on_file: OnFile | None = None
     raises_failures: bool = False
     follow_links: bool = False
+    on_left_out: Callable[[LeftOut], None] = lambda _: None
 
 
 class FileChange(ABC):
@@ -252,7 +254,7 @@ def change_data_set(path: FileLocation, change: FileChange, report: RotationRepo
             entries = itertools.chain(first, entries)
             small = sum(isinstance(entry, ParquetFile) and entry.size_bytes <= SMALL_BYTES for entry in first)
             stack.enter_context(change.spread(small))
-        locations = files_of(entries, lambda unseen: note(FileRotation.of_unseen(unseen)), lambda _: None)
+        locations = files_of(entries, lambda unseen: note(FileRotation.of_unseen(unseen)), options.on_left_out)
         if not report.dry_run:
             locations = without_leftovers(locations)
         # Closed at once if this ends early, so that begun files are finished then.

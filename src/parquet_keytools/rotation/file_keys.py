@@ -77,7 +77,7 @@ def check_unchanged(location: FileLocation, tail: Tail) -> None:
 
 def changed_while_rotated(location: FileLocation) -> ChangedMeanwhileError:
     """Return the error for a file that changed during the rotation."""
-    return ChangedMeanwhileError(f"{location} changed while its keys were rotated.", hint="Try again.")
+    return ChangedMeanwhileError(f"{location} changed while it was processed.", hint="Try again.")
 
 
 def file_state(location: FileLocation) -> tuple[object, ...]:

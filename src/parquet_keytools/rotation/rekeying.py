@@ -121,6 +121,7 @@ def rekey_data_set(
         on_file=request.on_file,
         raises_failures=not is_folder,
         follow_links=request.follow_links,
+        on_left_out=report.left_out.append,
     )
     change_data_set(path, EachFile(rekeying.rekey), report, options)
     return report
@@ -206,7 +207,8 @@ class _Rekeying:
         policy = self._new_keys.policy(self._request.new_table_name, [leaf.path for leaf in footer.leaves])
         suffix = new_reference_suffix() if existing_key_materials(location) else ""
         new = self._new_keys.new_file_keys(policy, location, suffix)
-        _refuse_two_names(opened, new)
+        is_external = new.key_materials is not None or opened.retriever.key_materials is not None
+        refuse_two_names(location, is_external=is_external)
         if not self._request.as_before:
             return new
         _refuse_same_keys(opened, new.encryption)
@@ -235,16 +237,23 @@ class _Rekeying:
 # --- what is refused ---
 
 
-def _refuse_two_names(opened: OpenedFile, new: NewFileKeys) -> None:
-    """Refuse a link if the file's name matters: readers that do not use the link see another name."""
-    location, real = opened.location, real_location(opened.location)
+def refuse_two_names(location: FileLocation, *, is_external: bool) -> None:
+    """Refuse a link if the file's name matters: readers that do not use the link see another name.
+
+    Args:
+        location: The file.
+        is_external: Whether it has, or gets, a key material file.
+
+    Raises:
+        OutputError: It is such a link.
+    """
+    real = real_location(location)
     folder = Path(os.path.realpath(Path(location.path).parent))
     is_elsewhere = location.is_local and folder != Path(real.path).parent
-    is_external = new.key_materials is not None or opened.retriever.key_materials is not None
     if location.name != real.name or (is_elsewhere and is_external):
         raise OutputError(
             f"{location} is a link: its key material or AAD prefix belong to one of its names.",
-            hint=f"Rekey the file that it leads to: {real}",
+            hint=f"Name the file that it leads to: {real}",
         )
 
 

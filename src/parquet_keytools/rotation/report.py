@@ -9,7 +9,7 @@ from enum import Enum
 
 from parquet_keytools.errors import KeytoolsError, without_frames
 from parquet_keytools.runtime.presentation import Summarised
-from parquet_keytools.storage.walk import BehindLink, Unseen
+from parquet_keytools.storage.walk import BehindLink, LeftOut, Unseen
 
 MOST_LEFT_BEHIND = 100
 """Maximum number of texts in `RotationReport.left_behind` and in `RotationReport.shared_keys`."""
@@ -22,6 +22,8 @@ class RotationOutcome(Enum):
     WOULD_ROTATE = "would rotate"
     ALREADY_CURRENT = "already current"
     REKEYED = "rekeyed"
+    ENCRYPTED = "encrypted"
+    ALREADY_ENCRYPTED = "already encrypted"
     NOTHING_TO_ROTATE = "nothing to rotate"
     NOT_ENCRYPTED = "not encrypted"
     FAILED = "failed"
@@ -62,8 +64,8 @@ class FileRotation(Summarised):
         bytes_written: Bytes that went through this process.
         bytes_copied: Bytes that the operating system or the store copied.
         error: Why it failed, without traceback; None if it did not.
-        old_size_bytes: Length before a rekey; None if there was none.
-        new_size_bytes: Length after a rekey; None if there was none.
+        old_size_bytes: Length before the file was encrypted or rekeyed; otherwise None.
+        new_size_bytes: Length after it was encrypted or rekeyed; otherwise None.
         shares_keys_with: Another file of the run that has the same data keys and file unique, if there is one.
     """
 
@@ -140,6 +142,7 @@ class RotationReport(Summarised):
         expected_kms_calls: After a dry run, the KMS calls that the rotation itself would make.
         stopped_by: Why the run ended before all files were processed; None if it did not.
         shared_keys: Pairs of files that share data keys and file unique; for people. At most `MOST_LEFT_BEHIND`.
+        left_out: Entries of a folder that do not belong to the data set, and were not encrypted or rekeyed.
         left_behind: Objects that stay in a store because they could not be listed or removed; for people. At most
             `MOST_LEFT_BEHIND`.
     """
@@ -153,6 +156,7 @@ class RotationReport(Summarised):
     expected_kms_calls: KmsCalls = field(default_factory=KmsCalls)
     stopped_by: KeytoolsError | None = None
     shared_keys: list[str] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
 
     def summary(self) -> Mapping[str, object]:

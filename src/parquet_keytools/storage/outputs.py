@@ -51,7 +51,9 @@ class TargetExistsError(OutputError):
 
 def exists_already(target: FileLocation) -> TargetExistsError:
     """Return the error for a target that exists and must not be replaced."""
-    return TargetExistsError(f"{target} exists already.", hint="Use --overwrite to replace it.")
+    return TargetExistsError(
+        f"{target} exists already.", hint="Use --overwrite to replace it; in Python overwrite=True."
+    )
 
 
 def changed_meanwhile(target: FileLocation) -> ChangedMeanwhileError:

@@ -233,17 +233,25 @@ class PendingHandler(DelegatingHandler):
     """
 
     def __init__(
-        self, folder: FileLocation, keys: KeyService | None, table_name: str, *, durable: bool = True
+        self,
+        folder: FileLocation,
+        keys: KeyService | None,
+        table_name: str,
+        *,
+        overwrite: bool = True,
+        durable: bool = True,
     ) -> None:
         """Make one for a folder; each file is encrypted with `keys` when it is closed, unless pyarrow encrypts.
 
-        With `durable`, local files are synced to disk, all together, before the first appears.
+        Without `overwrite`, no file is replaced, even one that appears during the work. With `durable`, local
+        files are synced to disk, all together, before the first appears.
         """
         super().__init__(folder.filesystem)
         self._folder = folder
         self._start = len(folder.path.rstrip("/"))
         self._keys = keys
         self._table_name = table_name
+        self._overwrite = overwrite
         self._durable = durable
         self._pending: list[PendingOutput] = []
         self._key_materials: dict[str, NewKeyMaterial] = {}
@@ -284,7 +292,10 @@ class PendingHandler(DelegatingHandler):
                 if self._goes_on:
                     # There may be more files than a process may have open.
                     pending = pending_output(
-                        FileLocation(self.filesystem, path), keeps_open=False, durable=self._durable
+                        FileLocation(self.filesystem, path),
+                        overwrite=self._overwrite,
+                        keeps_open=False,
+                        durable=self._durable,
                     )
                     self._pending.append(pending)
                     if self._keys is None:

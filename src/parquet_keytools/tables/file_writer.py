@@ -97,6 +97,8 @@ class EncryptedParquetWriter:
         schema: pa.Schema,
         table_name: str | None,
         options: Mapping[str, Any],
+        *,
+        overwrite: bool = True,
     ) -> None:
         """Begin a file; see `Keytools.writer`."""
         options = without_ours(options)
@@ -112,7 +114,7 @@ class EncryptedParquetWriter:
         self._rows = 0
         self._owner = OwnerProcess()
         self._watch = ExceptionWatch()
-        self._pending = pending_output(target)
+        self._pending = pending_output(target, overwrite=overwrite)
         self._discard = weakref.finalize(self, self._pending.discard)
         make = _ByModuleEncryptor if reasons else _ByArrow
         try:

@@ -154,13 +154,17 @@ def write_table(
     target: FileLocation,
     table_name: str | None,
     options: Mapping[str, Any],
+    *,
+    overwrite: bool = True,
 ) -> WriteResult:
     """Write one file, whole or not at all; see `Keytools.write_table`."""
     # `chunk_size` is pyarrow's other name for it.
     row_group_size = row_group_rows(options.get("chunk_size", options.get("row_group_size")))
     options = {name: value for name, value in options.items() if name not in ("row_group_size", "chunk_size")}
     source = as_stream(data)
-    with EncryptedParquetWriter(encryptor, target, source.schema, table_name, options) as writer:
+    with EncryptedParquetWriter(
+        encryptor, target, source.schema, table_name, options, overwrite=overwrite
+    ) as writer:
         for table in row_groups_of(source, row_group_size):
             writer.write_table(table, row_group_size)
     assert writer.result is not None
@@ -176,6 +180,7 @@ def write_dataset(
     partitioning: Any,
     partitioning_flavor: str | None,
     write_options: Mapping[str, Any],
+    overwrite: bool,
     durable: bool,
     options: Mapping[str, Any],
 ) -> WriteResult:
@@ -195,6 +200,8 @@ def write_dataset(
         del options["format"]
     for name in _REFUSED.keys() & options.keys():
         raise TypeError(f"{name} is not supported: {_REFUSED[name]}")
+    if not overwrite and options.get("existing_data_behavior") == "delete_matching":
+        raise ValueError("overwrite=False and existing_data_behavior='delete_matching' contradict each other.")
     options |= _row_limits(options)
     write_options = without_ours(write_options)
     schema = options.get("schema")
@@ -223,7 +230,9 @@ def write_dataset(
     else:
         encryption = ds.ParquetEncryptionConfig(*encryptor.data_set_configuration(policy))
     file_options = ds.ParquetFileFormat().make_write_options(encryption_config=encryption, **write_options)
-    handler = PendingHandler(folder, keys if reasons else None, policy.table_name, durable=durable)
+    handler = PendingHandler(
+        folder, keys if reasons else None, policy.table_name, overwrite=overwrite, durable=durable
+    )
     engine: Engine = "module encryptor" if reasons else "pyarrow"
     _log.info("%s is encrypted by %s%s", folder, engine, because(reasons))
     if folder.is_local:

@@ -1,0 +1,121 @@
+"""Plaintext files encrypted in place: each is replaced when its encrypted form is complete, synced and proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from parquet_keytools.encryption import file_encryptor
+from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.errors import AlreadyEncryptedError, KeytoolsError, OutputError, StorageFailedError
+from parquet_keytools.files.conversion import encrypted_contents, policy_of
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.replacement import NewKeyMaterial, replacement
+from parquet_keytools.files.table_check import names_in_folders
+from parquet_keytools.rotation.data_set_run import EachFile, OnFile, RunOptions, change_data_set
+from parquet_keytools.rotation.file_keys import check_unchanged, read_tail
+from parquet_keytools.rotation.rekeying import check_rekeyed, refuse_two_names
+from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.walk import file_or_folder
+
+
+@dataclass(frozen=True)
+class EncryptRequest:
+    """Arguments of `Keytools.encrypt_in_place`."""
+
+    table_name: str | None = None
+    keep_results: bool = True
+    on_file: OnFile | None = None
+    on_progress: Callable[[int], None] | None = None
+    follow_links: bool = False
+
+
+def encrypt_data_set(keys: KeyService, path: FileLocation, request: EncryptRequest) -> RotationReport:
+    """Encrypt a file in place, or all Parquet files under a folder; see `Keytools.encrypt_in_place`."""
+    table_name, _ = keys.configuration.select_table(request.table_name)
+    is_folder = not file_or_folder(path).is_file
+    report = RotationReport()
+    # Worker processes get a pickled copy.
+    encrypting = _Encrypting(keys, replace(request, table_name=table_name, on_file=None))
+    options = RunOptions(
+        keep_results=request.keep_results,
+        on_file=request.on_file,
+        raises_failures=not is_folder,
+        follow_links=request.follow_links,
+        on_left_out=report.left_out.append,
+    )
+    change_data_set(path, EachFile(encrypting.encrypt), report, options)
+    return report
+
+
+class _Encrypting:
+    def __init__(self, keys: KeyService, request: EncryptRequest) -> None:
+        self._keys = keys
+        self._request = request
+
+    def encrypt(self, location: FileLocation, locked_folder: str | None) -> FileRotation:
+        """Encrypt one file.
+
+        Raises:
+            ChangedMeanwhileError: The file changed at the same time; it is not replaced.
+            KeytoolsError: The file failed and is unchanged.
+        """
+        tail, envelope = read_tail(location)
+        if envelope.mode is not FooterMode.UNENCRYPTED:
+            # As an earlier run leaves it. Any other encrypted file is an error.
+            encrypted_contents(self._keys, location, self._request.table_name)
+            return FileRotation(str(location), RotationOutcome.ALREADY_ENCRYPTED)
+
+        def check() -> None:
+            check_unchanged(location, tail)
+            _refuse_hard_links(location)
+
+        _refuse_hard_links(location)
+        with open_source(location) as source:
+            try:
+                footer = file_encryptor.read_plaintext_footer(source)
+            except AlreadyEncryptedError:
+                check_unchanged(location, tail)
+                raise
+            policy = policy_of(self._keys, self._request.table_name, footer, names_in_folders(location.path))
+            new = self._keys.new_file_keys(policy, location)
+            refuse_two_names(location, is_external=new.key_materials is not None)
+            with replacement(
+                location,
+                check,
+                key_material=NewKeyMaterial(location, new.key_materials),
+                locked_folder=locked_folder,
+            ) as pending:
+                try:
+                    with pending.open_sink() as sink:
+                        file_encryptor.encrypt_opened(
+                            source, sink, footer, {}, new.encryption, on_progress=self._request.on_progress
+                        )
+                except StorageFailedError:
+                    raise
+                except (KeytoolsError, OSError):
+                    check_unchanged(location, tail)
+                    raise
+                # The plaintext is the only other copy: every page must decrypt before it goes.
+                with pending.open_written() as written:
+                    check_rekeyed(written, new, footer, self._keys.kms_keys(), all_modules=True)
+                    size_bytes = written.size_bytes
+        return FileRotation(
+            str(location),
+            RotationOutcome.ENCRYPTED,
+            bytes_written=size_bytes,
+            old_size_bytes=tail.size_bytes,
+            new_size_bytes=size_bytes,
+        )
+
+
+def _refuse_hard_links(location: FileLocation) -> None:
+    """Refuse a file with several hard links: its other names would still lead to the plaintext."""
+    if location.is_local and (names := Path(location.path).stat().st_nlink) > 1:
+        raise OutputError(
+            f"{location} has {names} names (hard links), and the others would keep the plaintext.",
+            hint="Remove the other names, or encrypt into another folder.",
+        )
