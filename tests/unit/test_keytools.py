@@ -108,6 +108,13 @@ def test_mistakes_name_file_and_line(configuration: Path, change: tuple[str, str
     assert_nothing_shown(str(caught.value))
 
 
+def test_the_path_of_a_file_is_no_configuration() -> None:
+    with pytest.raises(TypeError, match=r"not str: use Keytools\.from_yaml"):
+        Keytools("people.yaml")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"not dict: use Keytools\.from_mapping"):
+        Keytools({"version": 1})  # type: ignore[arg-type]
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no such file"):
         Keytools.from_yaml(tmp_path / "no.yaml")

@@ -22,6 +22,7 @@ from parquet_keytools.cli.options import (
     ProcessesOption,
     ReportOptions,
     TableOption,
+    WideOption,
     checked_aad_prefix,
     config_option,
     location_of,
@@ -95,6 +96,7 @@ def check_command(
     role: RoleOption = None,
     schema: SchemaOption = False,
     as_json: JsonOption = False,
+    wide: WideOption = False,
 ) -> None:
     """Check a configuration and its master keys.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.options import CONFIG_VARIABLE, JsonOption, with_options
+from parquet_keytools.cli.options import CONFIG_VARIABLE, JsonOption, WideOption, with_options
 from parquet_keytools.cli.output import ExitStatus, answer, number_of, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _key_text(name: str, key_version: int | None) -> str:
 
 @app.command("list")
 @with_options(KeystoreOptions)
-def list_keys(options: KeystoreOptions, as_json: JsonOption = False) -> None:
+def list_keys(options: KeystoreOptions, as_json: JsonOption = False, wide: WideOption = False) -> None:
     """List the master keys and their versions."""
     _show_keys(options.keystore().open(), options.name, as_json)
 

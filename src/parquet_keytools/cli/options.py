@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from parquet_keytools.cli.output import set_json, set_verbose
+from parquet_keytools.cli.output import set_json, set_verbose, set_wide
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -133,6 +133,14 @@ VerboseOption = Annotated[
         callback=set_verbose,
     ),
 ]
+WideOption = Annotated[
+    bool,
+    typer.Option(
+        "--wide",
+        help="Print long names in tables in full. By default, a terminal shows them without their middle.",
+        callback=set_wide,
+    ),
+]
 ProcessesOption = Annotated[
     int | None,
     typer.Option(
@@ -166,6 +174,7 @@ class ReportOptions:
 
     as_json: JsonOption = False
     verbose: VerboseOption = False
+    wide: WideOption = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ _STYLES = re.compile(r"(\x1b\[(?:0|1|3[1-7])m)")
 _json_wanted = ContextVar("json_wanted", default=False)
 _verbose = ContextVar("verbose", default=False)
 _arguments: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
+_wide = ContextVar("wide", default=False)
 
 WIDTH_WITHOUT_TERMINAL = 160
 """Width of tables in columns; longer cells are wrapped, never cut."""
@@ -45,6 +46,11 @@ def set_json(context: typer.Context, wanted: bool) -> bool:
 def set_verbose(context: typer.Context, wanted: bool) -> bool:
     """Print each message of a group until the command ends: the callback of `--verbose`."""
     return _set(_verbose, context, wanted)
+
+
+def set_wide(context: typer.Context, wanted: bool) -> bool:
+    """Print long names in tables in full until the command ends: the callback of `--wide`."""
+    return _set(_wide, context, wanted)
 
 
 def set_arguments(context: typer.Context, arguments: Sequence[str]) -> None:
@@ -284,12 +290,43 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     from rich.table import Column, Table
     from rich.text import Text
 
+    console = Console(stderr=json_wanted())
     columns = [Column(heading, overflow="fold") for heading in headings]
     table = Table(*columns, title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*(Text(without_controls(cell or "")) for cell in row))
-    console = Console(stderr=json_wanted())
+    cells = [[without_controls(cell or "") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    if console.is_terminal and _wide.get():
+        console.width = max(console.width, sum(widths) + _around(widths))
+    elif console.is_terminal:
+        cells = _fitting(cells, widths, console.width)
+    for row in cells:
+        table.add_row(*map(Text, row))
     console.print(table, width=None if console.is_terminal else WIDTH_WITHOUT_TERMINAL)
+
+
+_LEAST_NAME = 20
+"""Least width of a column of shortened names."""
+
+
+def _around(widths: Sequence[int]) -> int:
+    """Return the width of what surrounds cells: two spaces, and one between each column and the next."""
+    return 3 * len(widths) + 1
+
+
+def _fitting(rows: list[list[str]], widths: list[int], width: int) -> list[list[str]]:
+    """Return rows in which long names, such as ARNs, lack their middle if lines would be too long."""
+    widths = widths.copy()
+    while sum(widths) + _around(widths) > width and max(widths) > _LEAST_NAME:
+        widths[widths.index(max(widths))] -= 1
+    return [[_shortened(cell, limit) for cell, limit in zip(row, widths, strict=True)] for row in rows]
+
+
+def _shortened(name: str, limit: int) -> str:
+    if len(name) <= limit or " " in name:
+        return name  # Sentences are wrapped.
+    # Most of the end: identifiers differ there.
+    end = limit * 2 // 3
+    return f"{name[: limit - end - 1]}…{name[-end:]}"
 
 
 _LEAST_WIDTH = 40

@@ -142,9 +142,9 @@ class RotationReport(Summarised):
         expected_kms_calls: After a dry run, the KMS calls that the rotation itself would make.
         stopped_by: Why the run ended before all files were processed; None if it did not.
         shared_keys: Pairs of files that share data keys and file unique; for people. At most `MOST_LEFT_BEHIND`.
-        left_out: Entries of a folder that do not belong to the data set, and were not encrypted or rekeyed.
         left_behind: Objects that stay in a store because they could not be listed or removed; for people. At most
             `MOST_LEFT_BEHIND`.
+        left_out: Entries of a folder that do not belong to the data set, and were not encrypted or rekeyed.
     """
 
     dry_run: bool = False
@@ -156,8 +156,8 @@ class RotationReport(Summarised):
     expected_kms_calls: KmsCalls = field(default_factory=KmsCalls)
     stopped_by: KeytoolsError | None = None
     shared_keys: list[str] = field(default_factory=list)
-    left_out: list[LeftOut] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
 
     def summary(self) -> Mapping[str, object]:
         """Return the main facts."""

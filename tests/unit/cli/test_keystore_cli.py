@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -273,3 +274,14 @@ def test_a_missing_keystore_says_first_that_a_backup_is_needed(path: Path) -> No
         run("list", "--path", path)
     assert caught.value.hint.startswith("Restore it from a backup: with new master keys, even of the same names,")
     assert caught.value.hint.endswith(f"keystore create-key NAME --path '{path}'")
+
+
+def test_a_long_name_is_shortened_on_a_terminal_unless_wide(path: Path) -> None:
+    arn = "arn:aws:kms:eu-west-1:111122223333:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+    run("create-key", arn, "--path", path)
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": "80", "TERM": "xterm"}
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", run("list", "--path", path, env=terminal).stdout).splitlines()
+    (row,) = [line for line in lines if "enabled" in line]
+    assert len(row) <= 80
+    assert "arn:aws" in row and row.split()[0].endswith("…56ef-1234567890ab")
+    assert arn in run("list", "--path", path, "--wide", env=terminal).stdout

@@ -52,6 +52,17 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.parametrize("path", [".", "./", "./part=1", "part=1", ""])
+def test_pandas_reads_a_view_by_any_name_of_its_folder(tmp_path: Path, path: str) -> None:
+    keytools = tools()
+    table = TABLE.drop_columns("part")
+    (tmp_path / "part=1").mkdir()
+    keytools.write_table(table, tmp_path / "part=1" / "a.parquet")
+    for filesystem in (keytools.view(tmp_path), keytools.view(tmp_path).arrow):
+        frame = pd.read_parquet(path, filesystem=filesystem)
+        assert frame["b"].tolist() == table["b"].to_pylist()
+
+
 def test_frames_of_pandas_and_polars_are_encrypted(tmp_path: Path) -> None:
     keytools = tools()
     filesystem = keytools.filesystem()
