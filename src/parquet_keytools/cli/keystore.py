@@ -218,9 +218,10 @@ def check(
     passphrase_file: PassphraseFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Open a keystore or a backup of it, unwrap each master key in it, and list the versions.
+    """Check a keystore or a backup, and list its keys.
 
-    Exit status: 0 if all of them can be used, 1 if the file is damaged, 2 if the passphrase does not belong to it.
+    Each version of each master key is unwrapped. Exit status: 0 if all of them can be used, 1 if the file is
+    damaged, 2 if the passphrase does not belong to it.
     """
     from parquet_keytools.errors import KmsResponseInvalidError
     from parquet_keytools.kms.keystore_file import Keystore
