@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +33,8 @@ from parquet_keytools.cli.output import (
     ExitStatus,
     again,
     answer,
+    error_fields,
+    error_text,
     json_wanted,
     number_of,
     print_json,
@@ -48,8 +50,9 @@ from parquet_keytools.runtime.presentation import expanded, printable
 if TYPE_CHECKING:
     from parquet_keytools.conformance.inspection import Inspection
 
-ConfigArgument = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", envvar=CONFIG_VARIABLE, help="The YAML configuration.")
+ConfigsArgument = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="CONFIG", envvar=CONFIG_VARIABLE, help="The YAML configuration, or several."),
 ]
 
 
@@ -81,6 +84,7 @@ AgainstPrefixOption = Annotated[
         callback=checked_aad_prefix,
     ),
 ]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a configuration has warnings.")]
 SchemaOption = Annotated[
     bool,
     typer.Option("--schema", help="Print the JSON Schema of configurations, for editors, and do nothing else."),
@@ -88,28 +92,54 @@ SchemaOption = Annotated[
 
 
 def check_command(
-    config: ConfigArgument = None,
+    configs: ConfigsArgument = None,
     offline: OfflineOption = False,
     against: AgainstOption = None,
     table: TableOption = None,
     aad_prefix: AgainstPrefixOption = None,
     role: RoleOption = None,
+    strict: StrictOption = False,
     schema: SchemaOption = False,
     as_json: JsonOption = False,
     wide: WideOption = False,
 ) -> None:
-    """Check a configuration and its master keys.
+    """Check configurations and their master keys.
 
-    The KMS wraps and unwraps a test key with each master key of the configuration, or does only what a role needs.
+    The KMS wraps and unwraps a test key with each master key of a configuration, or does only what a role needs. With
+    several configurations, all are checked, and the exit status is the highest of theirs.
     """
     if schema:
         from parquet_keytools.config.settings import configuration_json_schema
 
         print_json(configuration_json_schema())
         return
-    if config is None:
+    if not configs:
         raise typer.BadParameter("a configuration is needed, or --schema.", param_hint="CONFIG")
 
+    from parquet_keytools.errors import KeytoolsError
+
+    documents: list[dict[str, Any]] = []
+    statuses: list[ExitStatus] = []
+    for config in configs:
+        try:
+            status, document = _check(config, offline, against, table, aad_prefix, strict)
+        except (KeytoolsError, OSError) as error:
+            if len(configs) == 1:
+                raise
+            say(f"Error: {error_text(error)}")
+            status, document = status_of(error), {"configuration": str(config), **error_fields(error)}
+        statuses.append(status)
+        documents.append(document)
+    if as_json:
+        print_json(documents[0] if len(documents) == 1 else {"configurations": documents})
+    if max(statuses) is not ExitStatus.DONE:
+        raise typer.Exit(max(statuses))
+
+
+def _check(
+    config: Path, offline: bool, against: str | None, table: str | None, aad_prefix: str | None, strict: bool
+) -> tuple[ExitStatus, dict[str, Any]]:
+    """Check one configuration, print the result, and return the exit status and the JSON document."""
     from parquet_keytools.config.loader import load_configuration
     from parquet_keytools.configuration_check import (
         CHECK_SECONDS,
@@ -134,21 +164,18 @@ def check_command(
         if keytools is not None and unwraps and not any(key.error for key in master_keys or ()):
             keytools.check_hash_keys()
 
-    if as_json:
-        print_json(
-            {
-                "configuration": str(config),
-                "tables": list(configuration.tables),
-                "warnings": list(configuration.warnings),
-                "columns": columns,
-                "master_keys": None
-                if master_keys is None
-                else [
-                    to_dict(key) | {"outcome": key.outcome, "missing_permission": key.missing_permission}
-                    for key in master_keys
-                ],
-            }
-        )
+    document = {
+        "configuration": str(config),
+        "tables": list(configuration.tables),
+        "warnings": list(configuration.warnings),
+        "columns": columns,
+        "master_keys": None
+        if master_keys is None
+        else [
+            to_dict(key) | {"outcome": key.outcome, "missing_permission": key.missing_permission}
+            for key in master_keys
+        ],
+    }
     if columns is not None:
         print_table(
             f"Columns of {file}",
@@ -174,8 +201,12 @@ def check_command(
         if names := [key.name for key in master_keys or () if key.missing_permission == permission]:
             say(f"Missing permission: {permission} with {', '.join(names)}.")
     if status is not ExitStatus.DONE:
-        raise typer.Exit(status)
+        return status, document
+    if strict and configuration.warnings:
+        say(f"{config}: {number_of(len(configuration.warnings), 'warning')}, which --strict counts as mistakes.")
+        return ExitStatus.NO, document
     answer(f"{config}: no mistakes." + (" The KMS was not called." if offline else ""))
+    return ExitStatus.DONE, document
 
 
 FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="A Parquet file, or its URI.")]

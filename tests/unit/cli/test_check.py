@@ -161,3 +161,33 @@ def test_schema_needs_no_configuration(run) -> None:
     done = run("check", "--schema")
     assert (done.exit_code, done.stderr) == (0, "")
     assert json.loads(done.stdout) == configuration_json_schema()
+
+
+def test_several_configurations_are_all_checked_and_the_worst_status_counts(
+    run, config: Path, tmp_path: Path, deny
+) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("version: 1\ntables: {people: {footer_kay: footer}}\n")
+    done = run("check", config, wrong, tmp_path / "missing.yaml", config)
+    assert done.exit_code == 2
+    assert done.stdout.count(f"{config}: no mistakes.") == 2
+    assert f"Error: {wrong}:2" in done.stderr and "missing.yaml: there is no such file" in done.stderr
+    deny("pii")
+    refused = run("check", wrong, config, "--json")
+    assert refused.exit_code == 3
+    first, second = json.loads(refused.stdout)["configurations"]
+    assert (first["configuration"], first["error"]) == (str(wrong), "ConfigurationError")
+    assert first["message"] in refused.stderr
+    assert [key["outcome"] for key in second["master_keys"]] == ["ok", "failed"]
+
+
+def test_strict_counts_warnings(run, config: Path, tmp_path: Path) -> None:
+    config.chmod(0o600)
+    assert run("check", config, "--strict").exit_code == 0
+    doubtful = tmp_path / "doubtful.yaml"
+    doubtful.write_text(config.read_text() + "    algorithm: AES_GCM_CTR_V1\n")
+    doubtful.chmod(0o600)
+    assert run("check", doubtful).exit_code == 0
+    done = run("check", config, doubtful, "--strict")
+    assert (done.exit_code, done.stdout.count("no mistakes")) == (1, 1)
+    assert f"{doubtful}: 1 warning, which --strict counts as mistakes." in done.stderr
