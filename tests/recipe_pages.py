@@ -1,0 +1,57 @@
+"""Runs the blocks of a page of docs/recipes in their order, in one folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
+FOR_PEOPLE = {"console", "json", "properties", "hcl", "r"}
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"(?:#|//|--) (\S+\.\w+)\n")
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Return the language and the text of each block of a page."""
+    return _BLOCK.findall((RECIPES / f"{page}.md").read_text(encoding="utf-8"))
+
+
+def run_blocks(
+    page: str,
+    folder: Path,
+    *,
+    python: Path = Path(sys.executable),
+    programs: Path = Path(sys.executable).parent,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Write the blocks that begin with the name of a file, and run all others that are not for people only.
+
+    Args:
+        page: The page, without `.md`.
+        folder: Where they run.
+        python: What runs blocks of Python.
+        programs: The folder with `parquet-keytools`.
+        variables: Environment variables.
+    """
+    path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, **(variables or {})}
+    commands = {"python": [python, "-c"], "bash": ["bash", "-euo", "pipefail", "-c"]}
+    for language, text in blocks(page):
+        if named := _FILE.match(text):
+            (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
+            (folder / named[1]).write_text(text, encoding="utf-8")
+        elif language not in FOR_PEOPLE:
+            done = subprocess.run(
+                [*commands[language], text],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
+            )
+            assert done.returncode == 0, f"{page}: {text}\n{done.stdout}{done.stderr}"
