@@ -9,8 +9,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
-FOR_PEOPLE = {"console", "json", "properties", "hcl", "r"}
+FOR_PEOPLE = {"console", "json", "properties", "hcl", "r", "text"}
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"(?:#|//|--) (\S+\.\w+)\n")
 
@@ -55,3 +57,17 @@ def run_blocks(
                 check=False,
             )
             assert done.returncode == 0, f"{page}: {text}\n{done.stdout}{done.stderr}"
+
+
+def installed(folder: Path, *requirements: str) -> Path:
+    """Install packages that are in no lock, for one test, and return the folder of their programs.
+
+    Without a package index the test is skipped, and `make test` says so.
+    """
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    programs = folder / "bin"
+    command = [programs / "python", "-m", "pip", "install", "-q", "--no-compile", *requirements]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    if done.returncode:
+        pytest.skip(f"the package index does not offer {', '.join(requirements)} here")
+    return programs

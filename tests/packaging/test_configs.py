@@ -4,8 +4,10 @@ import warnings
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from parquet_keytools import Keytools, load_configuration
+from parquet_keytools.cli import app
 from parquet_keytools.config.settings import configuration_json_schema
 
 ROOT = Path(__file__).parents[2]
@@ -47,3 +49,9 @@ def test_in_memory_needs_nothing_else() -> None:
     with Keytools.from_yaml(ROOT / "configs" / "in_memory.yaml") as keytools:
         assert keytools.kms is not None
         assert set(keytools.kms.master_key_ids() or ()) == {"footer", "pii", "times"}
+
+
+def test_the_committed_schema_is_what_the_command_prints() -> None:
+    """If not: `.venv/bin/parquet-keytools check --schema > configs/schema.json`."""
+    done = CliRunner().invoke(app, ["check", "--schema"])
+    assert done.stdout == (ROOT / "configs" / "schema.json").read_text(encoding="utf-8")
