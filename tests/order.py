@@ -33,6 +33,7 @@ LONGEST_FIRST: dict[str, str] = {
     "packaging/test_guide.py": DOCUMENTATION,
     "packaging/test_rotation_page.py": DOCUMENTATION,
     "packaging/test_recipes.py": DOCUMENTATION,
+    "packaging/test_serve_recipe.py": "recipe of serve",
     "services/test_s3_rotation.py": "rotation in S3",
     "services/test_aws_kms.py": "AWS KMS",
     "services/test_rotation_attacks.py": "attacks on rotations",

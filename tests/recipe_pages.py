@@ -41,7 +41,7 @@ def run_blocks(
     """
     path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, **(variables or {})}
-    commands = {"python": [python, "-c"], "bash": ["bash", "-euo", "pipefail", "-c"]}
+    commands: dict[str, list[str | Path]] = {"python": [python, "-c"], "bash": ["bash", "-euo", "pipefail", "-c"]}
     for language, text in blocks(page):
         if named := _FILE.match(text):
             (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
@@ -64,9 +64,10 @@ def installed(folder: Path, *requirements: str) -> Path:
 
     Without a package index the test is skipped, and `make test` says so.
     """
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    uv = Path(sys.executable).with_name("uv")
+    subprocess.run([uv, "venv", "-q", "--python", sys.executable, folder], check=True, timeout=60)
     programs = folder / "bin"
-    command = [programs / "python", "-m", "pip", "install", "-q", "--no-compile", *requirements]
+    command: list[str | Path] = [uv, "pip", "install", "-q", "--python", programs / "python", *requirements]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     if done.returncode:
         pytest.skip(f"the package index does not offer {', '.join(requirements)} here")
