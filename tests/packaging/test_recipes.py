@@ -146,7 +146,7 @@ def test_pre_commit_itself_runs_the_hooks(
     (changed / ".pre-commit-config.yaml").write_text(yaml.safe_dump(document))
 
     def pre_commit() -> subprocess.CompletedProcess[str]:
-        command = [programs / "pre-commit", "run", "--all-files", "--color=never"]
+        command: list[str | Path] = [programs / "pre-commit", "run", "--all-files", "--color=never"]
         return subprocess.run(command, cwd=changed, capture_output=True, text=True, timeout=120, check=False)
 
     done = pre_commit()
