@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from parquet_keytools.config.key_policy import MasterKeyReference, resolve_columns, resolve_key
+from parquet_keytools.config.key_policy import ColumnPath, MasterKeyReference, resolve_columns, resolve_key
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.aad import ExpectedAadPrefix, expected_aad_prefix
 from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope, read_footer
@@ -223,14 +223,24 @@ def check_columns(
         KeytoolsError: The footer cannot be read.
     """
     name, _ = configuration.select_table(table_name)
-    with open_source(file) as source:
-        leaves = _leaves(configuration, file, source, name, aad_prefix, kms)
-    columns = resolve_columns(configuration, name, [leaf.path for leaf in leaves])
+    columns = resolve_columns(configuration, name, leaf_paths(configuration, file, name, aad_prefix, kms))
     master_keys = named_master_keys(configuration)
     return [
         ColumnCheck(".".join(path), key.kind, key.key_name, master_keys.get(key.key_name or ""))
         for path, key in columns.items()
     ]
+
+
+def leaf_paths(
+    configuration: Configuration,
+    file: FileLocation,
+    table_name: str,
+    aad_prefix: str | bytes | None,
+    kms: KmsClient | None,
+) -> list[ColumnPath]:
+    """Return the paths of the leaf columns of a Parquet file; arguments and errors as with `check_columns`."""
+    with open_source(file) as source:
+        return [leaf.path for leaf in _leaves(configuration, file, source, table_name, aad_prefix, kms)]
 
 
 def _leaves(

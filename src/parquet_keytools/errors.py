@@ -196,7 +196,7 @@ class KmsError(KeytoolsError):
         known = f": {detail}" if detail else ""
         super().__init__(
             f"{backend}: {operation}{key}: {self.summary}{known}.",
-            hint=self.default_hint if hint is None else hint,
+            hint=self._hint_for(operation) if hint is None else hint,
         )
         self.backend = backend
         self.operation = operation
@@ -219,9 +219,15 @@ class KmsError(KeytoolsError):
         taken = f"after {tries} tries in {seconds:.1f} seconds" if tries > 1 else ""
         return self._changed(detail=", ".join(filter(None, [self.detail, taken])), tries=tries)
 
+    @classmethod
+    def _hint_for(cls, operation: str) -> str:
+        return cls.default_hint
+
     def _changed(self, **changes: Any) -> Self:
         names = ("backend", "operation", "master_key_id", "hint", "retry_after_seconds", "tries")
         facts = {name: getattr(self, name) for name in names}
+        if self.hint == self._hint_for(self.operation):
+            facts["hint"] = None
         return type(self)(**{"detail": self.detail, **facts, **changes})
 
 
@@ -230,6 +236,11 @@ class KmsAccessDeniedError(KmsError):
 
     summary = "access denied"
     default_hint = "Ask for the permission, or read without the columns under this master key."
+
+    @classmethod
+    def _hint_for(cls, operation: str) -> str:
+        # Nothing can be written without the key.
+        return cls.default_hint if operation in ("", "unwrap") else "Ask for the permission."
 
 
 class MasterKeyNotFoundError(KmsError):

@@ -26,7 +26,8 @@ YAML = f"""
 version: 1
 kms: {{type: keystore, path: keystore.json, passphrase: "${{{VARIABLE}}}"}}
 tables:
-  few: {{footer_key: footer, column_keys: {{pii: [name]}}, unlisted_columns: footer_key}}
+  few: {{footer_key: footer, column_keys: {{pii: ["*name"]}}, unlisted_columns: footer_key}}
+  readable: {{footer_key: footer, column_keys: {{pii: [name]}}, unlisted_columns: plaintext}}
   locked: {{footer_key: footer, column_keys: {{locked: [name]}}, unlisted_columns: footer_key}}
 """
 

@@ -66,9 +66,10 @@ def prepare(folder: Path) -> None:
     pq.write_table(table, folder / "inputs" / "both" / "part-2.parquet")
 
 
-def run(driver: SparkDriver, folder: Path, *, configured: bool) -> dict[str, Any]:
+def run(driver: SparkDriver, folder: Path, *, configured: bool, later: bool = False) -> dict[str, Any]:
     prepare(folder)
-    found: dict[str, Any] = driver.do(kind="ways", folder=folder, configured=configured, port=free_port())
+    job = {"kind": "ways", "folder": folder, "configured": configured, "later": later, "port": free_port()}
+    found: dict[str, Any] = driver.do(**job)
     (folder / "results.json").write_text(json.dumps(found, indent=1))
     return found
 
@@ -198,8 +199,9 @@ def test_an_insert_into_a_table_of_a_configured_session(
     assert parts and {path.read_bytes()[-4:] for path in parts} == {b"PARE"}
 
 
-def test_a_session_that_runs_is_configured(bare: dict[str, Any]) -> None:
-    later = bare["configured later"]
+def test_a_session_that_runs_is_configured(folder: Path, spark_driver: SparkDriver) -> None:
+    spark_driver.close()
+    later = run(spark_driver, folder / "later", configured=False, later=True)
     assert later["returned"] is True
     assert later["with options"]["outcome"] == "encrypted"
     assert later["read"] == 20
@@ -209,6 +211,10 @@ def test_a_session_that_runs_is_configured(bare: dict[str, Any]) -> None:
     assert "would be written in plaintext" in later["without options"]["error"]
     assert is_error(later["plaintext"])
     assert "Spark is already running with another configuration" in later["other configuration"]
+
+
+def test_a_session_that_looked_for_our_classes_is_started_again(bare: dict[str, Any]) -> None:
+    assert "looked for them before they were there. Start Spark again" in bare["configured too late"]
 
 
 def test_a_server_of_spark_connect_has_our_settings_or_is_refused(

@@ -1,13 +1,15 @@
-"""`parquet-keytools spark encrypt|decrypt|rotate|rekey|verify|keys`."""
+"""`parquet-keytools spark encrypt|decrypt|rotate|rekey|verify|keys|settings`."""
 
 # Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from parquet_keytools.cli.options import (
     ConfigOption,
     FollowLinksOption,
     IgnorePassedOverOption,
+    JsonOption,
     OverwriteOption,
     PartsOption,
     ReportOptions,
@@ -28,6 +31,7 @@ from parquet_keytools.cli.options import (
     SourceArgument,
     TableOption,
     TargetArgument,
+    location_of,
     pairs_of,
     with_options,
 )
@@ -37,20 +41,35 @@ from parquet_keytools.cli.output import (
     Messages,
     answer,
     json_wanted,
+    print_json,
     print_table,
 )
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from parquet_keytools.config.key_policy import ColumnPath
+    from parquet_keytools.config.settings import Configuration
+    from parquet_keytools.files.key_service import KeyService
     from parquet_keytools.spark.pipelines import PipelineReport
 
 app = typer.Typer(
-    name="spark", help="Process whole data sets as Spark jobs.", no_args_is_help=True, rich_markup_mode=None
+    name="spark",
+    help="Process data sets as Spark jobs; set up Spark's own reader and writer.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 PathArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="File or folder, or its URI, the same on every node.")
+]
+
+
+FileOnNodesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--file-on-nodes", metavar="FILE", help="The path of the YAML file on every node, instead of sending it."
+    ),
 ]
 
 
@@ -75,14 +94,7 @@ class SessionOptions(ReportOptions):
     max_tasks: Annotated[
         int | None, typer.Option("--max-tasks", metavar="N", min=1, help="Maximum number of tasks.")
     ] = None
-    file_on_nodes: Annotated[
-        str | None,
-        typer.Option(
-            "--file-on-nodes",
-            metavar="FILE",
-            help="The path of the YAML file on every node, instead of sending it.",
-        ),
-    ] = None
+    file_on_nodes: FileOnNodesOption = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +177,141 @@ def keys_with_spark(
 ) -> None:
     """List which master keys the files depend on."""
     _run("keys", options, path, **_table_and_prefix(options), ignore_passed_over=ignore_passed_over)
+
+
+# --- settings for spark-sql, Scala and servers ---
+
+
+@app.command("settings")
+def settings_command(
+    config: ConfigOption,
+    table: TableOption = None,
+    schema_from: Annotated[
+        str | None,
+        typer.Option(
+            "--schema-from", metavar="PATH", help="A Parquet file with the columns of the table, or its folder."
+        ),
+    ] = None,
+    ddl: Annotated[
+        str | None,
+        typer.Option("--ddl", metavar="COLUMNS", help="The columns in SQL, such as 'id BIGINT, name STRING'."),
+    ] = None,
+    partition_by: Annotated[
+        list[str] | None,
+        typer.Option("--partition-by", metavar="COLUMN", help="A column of PARTITIONED BY. Repeatable."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option("--python", metavar="PATH", help="The Python on every node that has parquet-keytools."),
+    ] = None,
+    jar: Annotated[
+        str | None,
+        typer.Option("--jar", metavar="PATH", help="Path or URL of our jar on the cluster, instead of a new one."),
+    ] = None,
+    file_on_nodes: FileOnNodesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the settings of a Spark session, and the options of a table.
+
+    With them, spark-sql, Scala and servers of Spark Connect need no Python program. The options of a table need
+    its columns: --schema-from or --ddl. Nothing that is printed is secret.
+    """
+    from parquet_keytools.config.loader import load_configuration
+    from parquet_keytools.spark.session import session_settings
+    from parquet_keytools.spark.table_options import read_options
+
+    if schema_from is not None and ddl is not None:
+        raise typer.BadParameter("--schema-from and --ddl exclude each other.")
+    if partition_by and schema_from is None and ddl is None:
+        raise typer.BadParameter("--partition-by needs --schema-from or --ddl.")
+    configuration = load_configuration(config)
+    settings = session_settings(configuration, file_on_nodes=file_on_nodes, python=python, jar=jar)
+    document: dict[str, Any] = {"settings": settings}
+    if table is not None or schema_from is not None or ddl is not None:
+        document["read_options"] = read_options(configuration, table)
+    if schema_from is not None or ddl is not None:
+        document["table_options"] = _table_options(configuration, table, schema_from, ddl, partition_by or [])
+    if as_json:
+        print_json(document)
+        return
+    answer("# For the command line of spark-sql, spark-shell and spark-submit:")
+    answer(" \\\n".join(f"--conf {shlex.quote(f'{name}={value}')}" for name, value in settings.items()))
+    answer("\n# For spark-defaults.conf, or a file for --properties-file:")
+    for name, value in settings.items():
+        # A properties file of Java.
+        answer(f"{name} " + value.replace("\\", r"\\"))
+    if "read_options" in document:
+        answer("\n# For a read in Scala or Python, by option(name, value):")
+        for name, value in document["read_options"].items():
+            answer(f"{name} {value}")
+    if "table_options" in document:
+        answer("\n# For CREATE TABLE ... USING parquet, and by option(name, value) for a write:")
+        answer(_sql_list("OPTIONS", document["table_options"]))
+        answer("\n# For a table of Hive, CREATE TABLE ... STORED AS PARQUET:")
+        answer(_sql_list("TBLPROPERTIES", document["table_options"]))
+
+
+def _sql_list(clause: str, options: Mapping[str, str]) -> str:
+    from parquet_keytools.spark.table_options import sql_text
+
+    listed = ",\n".join(f"  {sql_text(name)} = {sql_text(value)}" for name, value in options.items())
+    return f"{clause} (\n{listed}\n)"
+
+
+def _table_options(
+    configuration: Configuration,
+    table: str | None,
+    schema_from: str | None,
+    ddl: str | None,
+    partition_by: Sequence[str],
+) -> dict[str, str]:
+    from parquet_keytools.files.key_service import KeyService
+    from parquet_keytools.spark.table_options import table_options
+    from parquet_keytools.spark.transport import refuse_generated_keys
+
+    keys = KeyService(configuration, None, time.monotonic)
+    try:
+        refuse_generated_keys(keys.kms)
+        leaves: list[ColumnPath] = []
+        if ddl is not None:
+            leaves = _leaves_of_ddl(ddl)
+        elif schema_from is not None:
+            leaves = _leaves_of_file(keys, table, schema_from)
+            # A file of a partitioned table does not have them.
+            leaves += [(name,) for name in partition_by if (name,) not in leaves]
+        return table_options(keys, table, leaves, partition_by)
+    finally:
+        if keys.kms is not None:
+            keys.kms.close()
+
+
+def _leaves_of_file(keys: KeyService, table: str | None, path: str) -> list[ColumnPath]:
+    from parquet_keytools.configuration_check import leaf_paths
+    from parquet_keytools.storage.walk import ParquetFile, data_set
+
+    name, _ = keys.configuration.select_table(table)
+    for entry in data_set(location_of(path, "--schema-from")):
+        if isinstance(entry, ParquetFile):
+            return leaf_paths(keys.configuration, entry.location, name, None, keys.kms)
+    raise typer.BadParameter("no Parquet file there can be read.", param_hint="--schema-from")
+
+
+def _leaves_of_ddl(ddl: str) -> list[ColumnPath]:
+    # Spark itself reads its types; that takes a session.
+    with _session("local[1]", ["spark.ui.enabled=false"]):
+        from pyspark.errors import ParseException
+        from pyspark.sql.types import StructType
+
+        from parquet_keytools.spark.table_options import spark_leaf_paths
+
+        try:
+            schema = StructType.fromDDL(ddl)
+        except ParseException as error:
+            reason = str(error).strip().splitlines()[0]
+            raise typer.BadParameter(f"Spark does not understand it: {reason}", param_hint="--ddl") from None
+        if not isinstance(schema, StructType):
+            raise typer.BadParameter("it is a type, and not a list of columns.", param_hint="--ddl")
+        return spark_leaf_paths(schema)
 
 
 def _table_and_prefix(options: ReadingOptions) -> dict[str, Any]:

@@ -71,6 +71,11 @@ class TablePolicy:
         """Dotted paths of the leaf columns that are written in plaintext."""
         return tuple(".".join(path) for path, key in self.columns.items() if key.kind == "plaintext")
 
+    def used_master_key_ids(self) -> list[str]:
+        """Return the identifiers of the master keys that a file of this schema needs."""
+        used = {self.table.footer_key, *(key.key_name for key in self.columns.values())}
+        return sorted({master_key_id for name, master_key_id in self.master_key_ids.items() if name in used})
+
     def check_partition_columns(self, names: Collection[str]) -> None:
         """Refuse to partition by columns that `column_keys` covers: names of folders are readable.
 

@@ -38,6 +38,7 @@ from parquet_keytools.spark.transport import (
     Status,
     frame_bytes,
     kms_for_spark,
+    prove_keys,
     read_frame,
     read_key_request,
     received_configuration,
@@ -202,18 +203,16 @@ class KmsWorker:
         return b""
 
     def _check_write(self, content: bytes) -> bytes:
-        """Compare a write with its table; where the request says so, prove that its keys can be wrapped."""
+        """Compare a write with its table; return the options that name its keys, as JSON.
+
+        Where the request says so, the KMS wraps a key with each of the master keys first.
+        """
         assert self._kms is not None and self._writes is not None
-        master_key_ids = self._writes.check(content)
+        master_key_ids, options = self._writes.check(content)
         if json.loads(content).get("keys"):
-            outcomes = self._kms.wrap_many(
-                [WrapRequest(SecretBytes.random(128), master_key_id) for master_key_id in master_key_ids]
-            )
             self.statistics.add("wrap", len(master_key_ids))
-            for outcome in outcomes:
-                if isinstance(outcome, KmsError):
-                    raise outcome
-        return b""
+            prove_keys(self._kms, master_key_ids)
+        return json.dumps(options).encode()
 
     def _answer_with(self, frame: Frame, work: Callable[[bytes], bytes], failure: str) -> None:
         try:

@@ -37,6 +37,7 @@ from parquet_keytools.errors import (
     without_frames,
 )
 from parquet_keytools.files.key_service import KeyService, NewFileKeys, TablePolicy
+from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient, KmsSettings
 from parquet_keytools.kms.registry import make_client
@@ -176,6 +177,7 @@ class Job:
         self._attempts_at_a_time = 2 if speculates else 1
         self._most_tasks = self._limit_of_tasks(max_tasks)
         self._kms_keys: Counter[str] = Counter()
+        self._is_kms_seen = False
         self.tasks = 0
 
     def __enter__(self) -> Self:
@@ -226,10 +228,12 @@ class Job:
 
         Raises:
             ConfigurationError: An executor cannot use the configuration.
+            KmsUnavailableError: The KMS does not answer.
             SparkJobFailedError: Tasks failed for a reason that is not about a file.
         """
         if not files:
             return
+        self._refuse_unreachable_kms(files[0])
         pieces = _cut(files, self._number_of_tasks(files))
         at_a_time = len(pieces) if self._most_tasks is not None else min(len(pieces), self._cores)
         text = carried(self.configuration) if self._file_on_nodes is None else carried_file(self._file_on_nodes)
@@ -245,6 +249,19 @@ class Job:
             outcomes, kms_keys = pickle.loads(zlib.decompress(result))  # noqa: S301 - from our own tasks
             self._kms_keys += kms_keys
             yield from zip(piece, outcomes, strict=True)
+
+    def _refuse_unreachable_kms(self, file: NamedFile) -> None:
+        """Open a file on the driver, once. Without the KMS, each task would wait for the deadline of its calls."""
+        if self._is_kms_seen:
+            return
+        self._is_kms_seen = True
+        try:
+            self.keys.open_files([file_at(self.root, file.name)], identities=FileIdentities(refuses=False))
+        except KmsUnavailableError:
+            raise
+        except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException):
+            # A matter of this file, which its task reports.
+            return
 
     def _number_of_tasks(self, files: Sequence[NamedFile]) -> int:
         if self._most_tasks is not None:
@@ -378,13 +395,16 @@ def _run_tasks(
         before = _kms_counts(worker.keys, worker.new_keys)
         outcomes: list[Outcome] = []
         for file in piece:
-            outcomes.append(_outcome(function, worker, file_at(root, file.name), file))
-            if outcomes[-1].error_class == KmsUnavailableError.__name__:
-                # Each of the others would wait for the KMS as long as this one did.
-                outcomes += [
-                    _not_started(file_at(root, left.name), outcomes[-1]) for left in piece[len(outcomes) :]
-                ]
-                break
+            location = file_at(root, file.name)
+            if worker.unavailable is None:
+                outcomes.append(_outcome(function, worker, location, file))
+                if outcomes[-1].error_class == KmsUnavailableError.__name__:
+                    # Every other file of this job would wait for the KMS as long as this one did.
+                    worker.unavailable = outcomes[-1].error
+            else:
+                reason = f"not started, because the KMS was unavailable before: {worker.unavailable}"
+                kind = KmsUnavailableError.__name__
+                outcomes.append(Outcome(str(location), FAILED, error_class=kind, error=reason))
         asked = _kms_counts(worker.keys, worker.new_keys) - before
         yield zlib.compress(pickle.dumps((outcomes, asked)), level=1)
 
@@ -396,11 +416,6 @@ def _outcome(function: FileFunction, worker: Worker, location: FileLocation, fil
     except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
         outcome = Outcome.of_error(str(location), error, size_bytes=file.size_bytes)
     return replace(outcome, seconds=time.monotonic() - started)
-
-
-def _not_started(location: FileLocation, last: Outcome) -> Outcome:
-    text = f"not started, because {last.path} failed: {last.error}"
-    return Outcome(str(location), FAILED, error_class=last.error_class, error=text)
 
 
 class WorkerKeyService(KeyService):
@@ -448,6 +463,8 @@ class Worker:
         self.new_keys = self.keys
         if carried.new_configuration is not None:
             self.new_keys = _service(carried.new_configuration, carried.tasks)
+        self.unavailable: str | None = None
+        """Why the KMS could not be reached. Then this process begins no other file of the job."""
         self._kept: dict[str, Any] = {}
         # Tasks that start together do not all call the KMS at once.
         kms = self.new_keys.configuration.kms

@@ -27,6 +27,7 @@ from parquet_keytools.conformance.nonces import FileNonces, Invocations, NoncePa
 from parquet_keytools.conformance.report import FileReport, RuleResult, Verdict, verdict_of, worst_of
 from parquet_keytools.errors import (
     ConfigurationError,
+    KeytoolsError,
     KmsError,
     KmsUnavailableError,
     NotEncryptedError,
@@ -34,7 +35,8 @@ from parquet_keytools.errors import (
     ReusedKeysError,
 )
 from parquet_keytools.files import conversion
-from parquet_keytools.files.conversion import FilePlan, FileResult, plan_files
+from parquet_keytools.files.conversion import FilePlan, FileResult, plaintext_contents, plan_files
+from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.kms.client import KmsClient, RewrapRequest
@@ -62,6 +64,7 @@ from parquet_keytools.spark.map_files import (
     node_location,
     place_of,
 )
+from parquet_keytools.spark.transport import prove_keys
 from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation, PathLike
 from parquet_keytools.storage.outputs import write_whole
 from parquet_keytools.storage.walk import BehindLink, Entry, LeftOut, ParquetFile, data_set, data_set_in_place
@@ -325,8 +328,9 @@ def encrypt(
         max_tasks: How many tasks there may be.
 
     Raises:
-        ConfigurationError: The configuration is wrong here, or on an executor; or values of a column that has a
-            key are in the names of folders.
+        ConfigurationError: The configuration is wrong here, or on an executor; or the table's columns do not fit
+            the files; or values of a column that has a key are in the names of folders.
+        KmsError: The KMS does not answer, or refuses a master key of the table.
         FileNotFoundError: There is no source.
         OutputError: The target is the source or in it, or holds files.
         ParquetFormatError: The source has no Parquet files.
@@ -352,7 +356,30 @@ def encrypt(
         check = TableCheck(job.configuration, name, ignores_case=True)
         plan = plan_files(job.root, target_root, overwrite=overwrite or skip_existing)
         check.refuse_folder_names(plan.paths_in_folder)
+        _refuse_table_mistakes(job.keys, name, [file.source for file in plan.files])
         return _mirror(job, f"encrypt {job.root}", encrypt_one, plan, target_root)
+
+
+def _refuse_table_mistakes(keys: KeyService, table_name: str, files: Sequence[FileLocation]) -> None:
+    """Raise before the job what every file would fail with: the table's columns, or a master key that is refused.
+
+    The first, the middle and the last file show whether the table fits. If it fits one of them, a mistake is of
+    single files, and their rows say so.
+    """
+    mistake: ConfigurationError | None = None
+    for file in {str(files[at]): files[at] for at in (0, len(files) // 2, -1)}.values() if files else ():
+        try:
+            policy = keys.policy(table_name, [leaf.path for leaf in plaintext_contents(file).footer.leaves])
+        except ConfigurationError as error:
+            mistake = mistake or error
+        except (KeytoolsError, OSError):
+            continue  # Its task reports it.
+        else:
+            if keys.kms is not None:
+                prove_keys(keys.kms, policy.used_master_key_ids())
+            return
+    if mistake is not None:
+        raise mistake
 
 
 def _mirror(

@@ -181,11 +181,12 @@ def _configure_running(spark: SparkSession, settings: dict[str, str]) -> None:
         if "://" not in jar:
             _add_to_running_jvm(context._jvm, jar)
         context._jsc.addJar(jar)
-        _forget_missing_classes(hadoop)
         # As parquet-java looks for it.
         if hadoop.getClassByNameOrNull(_FACTORY) is None:
             raise ConfigurationError(
-                "the driver of Spark does not find our Java classes.", hint=f"Start Spark with --jars {jar}"
+                "the driver of Spark does not find our Java classes, or looked for them before they were there.",
+                hint="Start Spark again, and configure the session before a read or write with our options; or "
+                f"start it with --jars {jar}",
             )
         for name, value in wanted.items():
             hadoop.set(name, value)
@@ -194,19 +195,6 @@ def _configure_running(spark: SparkSession, settings: dict[str, str]) -> None:
     jvm.parquet_keytools.SessionExtension.install(spark._jsparkSession)
     if (spark.conf.get(_COMMIT_PROTOCOL, "") or "").endswith(".ManifestFileCommitProtocol"):
         spark.conf.set(_COMMIT_PROTOCOL, settings[_COMMIT_PROTOCOL])
-
-
-def _forget_missing_classes(hadoop: Any) -> None:
-    """Let Hadoop forget that our class was not there, which it found when options named it before."""
-    from py4j.protocol import Py4JError
-
-    # Where it does not: the class is not found, and that is an error.
-    with suppress(Py4JError, AttributeError):
-        field = hadoop.getClass().getDeclaredField("CACHE_CLASSES")
-        field.setAccessible(True)
-        # In one JVM, executors have class loaders of their own.
-        for classes in list(field.get(None).values()):
-            classes.pop(_FACTORY, None)
 
 
 def _check_connect_server(spark: SparkSession, identity_of_ours: str) -> None:

@@ -192,15 +192,19 @@ class WriteRequests:
     def __init__(self, keys: KeyService) -> None:
         self._keys = keys
 
-    def check(self, content: bytes) -> list[str]:
+    def check(self, content: bytes) -> tuple[list[str], dict[str, str]]:
         """Refuse a write whose options are not what its table asks for, for the columns that are written.
 
+        Columns may be new since the options were made, if the table names a key for them, lists them as plaintext,
+        or puts unlisted columns under the footer's key.
+
         Returns:
-            The identifiers of the master keys that it needs.
+            The identifiers of the master keys that the write needs, and the options that name a key for each of
+            its columns; empty where an option does not apply.
 
         Raises:
-            ConfigurationError: The columns are others than those of the options, or no policy covers them; the
-                options are others than those of the table; or it is partitioned by a column under a key.
+            ConfigurationError: Columns are missing, or no policy covers them; the options are others than the
+                table's; or the write is partitioned by a column under a key.
             UnsupportedBySparkError: Spark cannot do what the table asks for now.
             ValueError: The content is no such request.
         """
@@ -225,32 +229,40 @@ class WriteRequests:
             if new or missing:
                 raise ConfigurationError(mismatch, hint=f"First, {error}") from error
             raise
-        differing = [option for option in (*_KEY_OPTIONS, *wanted) if _differs(option, options, wanted)]
-        if new or missing:
-            names = [*differing, _COLUMNS, *wanted.keys() & {_SHREDDING}]
+        policy = self._keys.policy(name, leaves)
+        differing = [option for option in wanted if _differs(option, options, wanted)]
+        changed = [option for option in _KEY_OPTIONS if options.get(option, "") != wanted.get(option, "")]
+        if _keys_of(options, found & expected) != _keys_of(wanted, found & expected):
+            differing += changed
+        # With `unlisted_columns: plaintext`, a readable column takes a decision: new options.
+        undecided = policy.table.unlisted_columns == "plaintext" and any(
+            policy.columns[tuple(path)].kind == "plaintext" for path in request["columns"] if ".".join(path) in new
+        )
+        if missing or undecided:
+            names = [*differing, *changed, _COLUMNS, *wanted.keys() & {_SHREDDING}]
             raise ConfigurationError(mismatch, hint=_new_options(request, names, wanted))
         if differing:
             raise ConfigurationError(
                 "The options of this write were made by another configuration than the one that the session has: "
                 f"for table {name} they differ in {', '.join(sorted(set(differing)))}.",
-                hint=_new_options(request, differing, wanted),
+                hint=_new_options(request, [*differing, _COLUMNS], wanted),
             )
-        policy = self._keys.policy(name, leaves)
-        used = {policy.table.footer_key, *(key.key_name for key in policy.columns.values())}
-        return sorted({master_key for key, master_key in policy.master_key_ids.items() if key in used})
+        return policy.used_master_key_ids(), {option: wanted.get(option, "") for option in _KEY_OPTIONS}
 
 
 def _differs(option: str, options: dict[str, str], wanted: dict[str, str]) -> bool:
-    if not option.startswith("parquet.encryption.") or option in (*FACTORY_OPTIONS, _CACHE_NAME):
+    if not option.startswith("parquet.encryption.") or option in (*FACTORY_OPTIONS, *_KEY_OPTIONS, _CACHE_NAME):
         return False
-    given, asked = options.get(option, ""), wanted.get(option, "")
-    return given != asked and (option != _COLUMN_KEYS or _by_column(given) != _by_column(asked))
+    return options.get(option, "") != wanted[option]
 
 
-def _by_column(column_keys: str) -> dict[str, str]:
-    """Return column -> key: the order is that of a frame."""
+def _keys_of(options: dict[str, str], columns: Iterable[str]) -> dict[str | None, str | None]:
+    """Return the key that options name for the footer (None) and for each of the columns."""
+    uniform, footer, column_keys, complete = (options.get(option, "").strip() for option in _KEY_OPTIONS)
     lists = [entry.partition(":") for entry in column_keys.split(";")]
-    return {column.strip(): key.strip() for key, _, columns in lists for column in columns.split(",")}
+    listed = {column.strip(): key.strip() for key, _, columns in lists for column in columns.split(",")}
+    unlisted = uniform or (footer if complete == "true" else None)
+    return {None: uniform or footer} | {column: listed.get(column, unlisted) for column in columns}
 
 
 def _new_options(request: dict[str, Any], names: Iterable[str], wanted: dict[str, str]) -> str:
@@ -263,11 +275,12 @@ def _new_options(request: dict[str, Any], names: Iterable[str], wanted: dict[str
         )
     # A catalog keeps what is not named; no option can be taken away.
     properties = {name: wanted.get(name, "") for name in sorted(set(names))}
-    listed = ", ".join(f"{_sql(name)} = {_sql(value)}" for name, value in properties.items())
+    listed = ", ".join(f"{sql_text(name)} = {sql_text(value)}" for name, value in properties.items())
     return f"Give the table its new options: ALTER TABLE {table} SET SERDEPROPERTIES ({listed})"
 
 
-def _sql(text: str) -> str:
+def sql_text(text: str) -> str:
+    """Return a text as a literal of Spark SQL."""
     return "'" + text.replace("\\", r"\\").replace("'", r"\'") + "'"
 
 

@@ -13,6 +13,7 @@ import enum
 import hashlib
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -20,9 +21,10 @@ from typing import BinaryIO
 from parquet_keytools.config.document import DocumentSource, yaml_path_text
 from parquet_keytools.config.loader import load_configuration, restore_configuration
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.kms.client import KmsClient, KmsSettings
+from parquet_keytools.errors import ConfigurationError, KmsError
+from parquet_keytools.kms.client import KmsClient, KmsSettings, WrapRequest
 from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.secret_bytes import SecretBytes
 
 
 def carried(configuration: Configuration) -> str:
@@ -102,6 +104,13 @@ def refuse_generated_keys(kms: KmsClient | None) -> None:
             "the in_memory KMS generates master keys, and every executor would have different ones.",
             hint="Write the keys into the configuration, or use a keystore.",
         )
+
+
+def prove_keys(kms: KmsClient, master_key_ids: Iterable[str]) -> None:
+    """Have the KMS wrap a random key with each master key; raise the `KmsError` of the first that it refuses."""
+    for outcome in kms.wrap_many([WrapRequest(SecretBytes.random(128), name) for name in master_key_ids]):
+        if isinstance(outcome, KmsError):
+            raise outcome
 
 
 PREAMBLE = b"\x89PKTW1\r\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ import pytest
 from fake_spark import FakeSpark
 from typer.testing import CliRunner, Result
 
+from parquet_keytools import Keytools
 from parquet_keytools.cli import app, spark
+from parquet_keytools.spark import session_settings
 
 COMMANDS = {
     "encrypt": ["source", "target"],
@@ -138,3 +141,80 @@ def test_exit_status(call: Callable[..., Result], tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(config.read_text().replace(KEYS["footer"], KEYS["new"]))
     assert call("rekey", "data").exit_code == 3
+
+
+# --- settings ---
+
+
+@pytest.fixture
+def settings_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Calls `spark settings` with a jar that is in place, for two tables."""
+    (tmp_path / "c.yaml").write_text(
+        f"version: 1\nkms: {{type: in_memory, keys: {KEYS}}}\ntables:\n"
+        '  t: {footer_key: footer, column_keys: {pii: ["it\'s"]}, unlisted_columns: footer_key}\n'
+        "  u: {footer_key: footer, unlisted_columns: footer_key, aad_prefix: 'u/{file_name}'}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(
+        app, ["spark", "settings", "--config", "c.yaml", "--jar", "/ours.jar", *arguments]
+    )
+
+
+def test_settings_are_those_of_configure(settings_of: Callable[..., Result]) -> None:
+    document = json.loads(settings_of("--json").stdout)
+    expected = session_settings("c.yaml", jar="/ours.jar")
+    assert document == {"settings": expected}
+    text = settings_of().stdout
+    conf, properties = text.split("\n# For spark-defaults.conf")
+    words = shlex.split(conf.replace("\\\n", " "), comments=True)
+    assert words[::2] == ["--conf"] * len(expected)
+    assert dict(word.split("=", 1) for word in words[1::2]) == expected
+    assert dict(line.split(" ", 1) for line in properties.splitlines()[1:]) == expected
+    assert not [key for key in KEYS.values() if key in text], "keys stay in their file"
+
+
+def test_options_of_a_table(settings_of: Callable[..., Result], tmp_path: Path) -> None:
+    pq.write_table(pa.table({"it's": ["x"], "b": [[1]]}), tmp_path / "one.parquet")
+    (tmp_path / "lake" / "part=1").mkdir(parents=True)
+    (tmp_path / "one.parquet").rename(tmp_path / "lake" / "part=1" / "one.parquet")
+    given = ("--table", "t", "--schema-from", "lake", "--partition-by", "part")
+    document = json.loads(settings_of(*given, "--json").stdout)
+    options = document["table_options"]
+    assert options["parquet.keytools.table"] == "t"
+    assert options["parquet.encryption.column.keys"] == "pii:it's"
+    assert options["parquet.keytools.columns"] == "it%27s,b.list.element"
+    result = settings_of(*given)
+    assert result.exit_code == 0
+    for clause in ("OPTIONS", "TBLPROPERTIES"):
+        assert f"{clause} (\n  'parquet.encryption." in result.stdout
+    assert r"'parquet.encryption.column.keys' = 'pii:it\'s'" in result.stdout
+    # Encrypted files have a schema, too.
+    Keytools.from_yaml("c.yaml").write_table(pa.table({"it's": ["x"]}), "encrypted.parquet", table_name="t")
+    result = settings_of("--table", "t", "--schema-from", "encrypted.parquet", "--json")
+    assert json.loads(result.stdout)["table_options"]["parquet.keytools.columns"] == "it%27s"
+
+
+def test_a_table_without_columns_can_be_read(settings_of: Callable[..., Result]) -> None:
+    document = json.loads(settings_of("--table", "u", "--json").stdout)
+    assert document["read_options"]["parquet.keytools.aad.prefix"] == "u/{file_name}"
+    assert "table_options" not in document
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--schema-from", "x", "--ddl", "a INT"), "exclude each other"),
+        (("--partition-by", "a"), "needs --schema-from or --ddl"),
+        (("--table", "v"), "there is no table 'v'"),
+        (("--table", "t", "--schema-from", "plain.parquet"), "matches no column"),
+        (("--table", "u", "--schema-from", "plain.parquet"), "AAD prefix"),
+        (("--table", "t", "--schema-from", "c.yaml"), "c.yaml"),
+    ],
+)
+def test_settings_that_cannot_be(
+    settings_of: Callable[..., Result], arguments: tuple[str, ...], text: str
+) -> None:
+    pq.write_table(pa.table({"b": [1]}), "plain.parquet")
+    result = settings_of(*arguments)
+    assert result.exit_code != 0 and result.stdout == ""
+    assert text in " ".join(result.stderr.split())

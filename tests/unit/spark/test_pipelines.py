@@ -15,9 +15,17 @@ import pytest
 from fake_spark import FakeSpark
 
 from parquet_keytools import Keytools
-from parquet_keytools.errors import ConfigurationError, OutputError, ParquetFormatError
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KmsAccessDeniedError,
+    KmsUnavailableError,
+    OutputError,
+    ParquetFormatError,
+)
 from parquet_keytools.kms.client import KmsClient, KmsSettings
+from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
+from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.spark import map_files, pipelines
 
 KEYS = {
@@ -160,21 +168,94 @@ def test_calls_that_wait_for_their_turn_have_not_failed(tmp_path: Path, monkeypa
     assert (settings.max_calls_per_second, settings.timeout_seconds) == (0.25, 80)
 
 
-def test_with_the_kms_down_a_task_does_not_wait_for_each_file(tmp_path: Path) -> None:
-    for number in range(5):
-        write_plain(tmp_path / "data", f"part-{number}.parquet")
+def with_vault(tmp_path: Path) -> Path:
+    """Return a configuration whose KMS nobody serves."""
     config = tmp_path / "vault.yaml"
     config.write_text(
         "version: 1\nkms: {type: vault, url: 'http://127.0.0.1:9', token: canary-token, timeout_seconds: 1}\n"
-        "tables: {t: {footer_key: footer, unlisted_columns: footer_key}}\n"
+        "tables: {t: {footer_key: footer, column_keys: {pii: [a]}, unlisted_columns: footer_key}}\n"
     )
-    report = pipelines.encrypt(no_spark(1), tmp_path / "data", tmp_path / "target", config, max_tasks=1)
-    first, *others = report.rows()
-    assert report.outcomes == {"failed": 5} and {row["error_class"] for row in report.rows()} == {
-        "KmsUnavailableError"
-    }
-    assert all(row["error"].startswith(f"not started, because {first['path']} failed") for row in others)
-    assert "canary" not in str(list(report.rows()))
+    return config
+
+
+def test_with_the_kms_down_no_job_starts(tmp_path: Path) -> None:
+    for number in range(5):
+        write_plain(tmp_path / "data", f"part-{number}.parquet")
+    spark = no_spark()
+    with pytest.raises(KmsUnavailableError) as caught:
+        pipelines.encrypt(spark, tmp_path / "data", tmp_path / "target", with_vault(tmp_path))
+    assert "canary" not in str(caught.value)
+    assert spark.partitions == [] and not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("name", ["decrypt", "rotate", "rekey", "keys", "verify"])
+def test_with_the_kms_down_no_job_reads(
+    encrypted: tuple[Keytools, Path], config: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> SecretBytes:
+        raise KmsUnavailableError("gone")
+
+    monkeypatch.setattr(InMemoryKms, "_unwrap", fail)
+    _, folder = encrypted
+    spark = no_spark()
+    places = [folder, tmp_path / "target"] if name == "decrypt" else [folder]
+    with pytest.raises(KmsUnavailableError):
+        getattr(pipelines, name)(spark, *places, config)
+    assert spark.partitions == []
+
+
+def test_a_kms_that_goes_down_ends_the_job(tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the driver's check. One file waits for the KMS, and no other one, in whichever task."""
+    for number in range(40):
+        write_plain(tmp_path / "data", f"part-{number:02}.parquet")
+    asked: list[str] = []
+
+    class GoneKms(InMemoryKms):
+        def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
+            asked.append(master_key_id)
+            raise KmsUnavailableError("gone")
+
+    monkeypatch.setattr(map_files, "make_client", GoneKms.from_settings)
+    spark = no_spark()
+    report = pipelines.encrypt(spark, tmp_path / "data", tmp_path / "target", config)
+    assert spark.partitions == [16] and report.outcomes == {"failed": 40}
+    assert {row["error_class"] for row in report.rows()} == {"KmsUnavailableError"}
+    assert sum("not started" in row["error"] for row in report.rows()) == 39
+    assert len(asked) == len(set(asked)) <= 2
+    assert not (tmp_path / "target" / "_SUCCESS").exists()
+
+
+def test_a_mistake_of_the_whole_table_is_one_error(tmp_path: Path, config: Path) -> None:
+    for number in range(5):
+        write_plain(tmp_path / "data", f"part-{number}.parquet")
+    config.write_text(config.read_text().replace("[a]", "[person.email]"))
+    spark = no_spark()
+    with pytest.raises(ConfigurationError, match=r"'person\.email' matches no column"):
+        pipelines.encrypt(spark, tmp_path / "data", tmp_path / "target", config)
+    assert spark.partitions == [] and not (tmp_path / "target").exists()
+
+
+def test_a_single_file_that_does_not_fit_its_table_fails_alone(tmp_path: Path, config: Path) -> None:
+    write_plain(tmp_path / "data", "part-1.parquet")
+    pq.write_table(pa.table({"other": [1]}), tmp_path / "data" / "part-0.parquet")
+    report = pipelines.encrypt(no_spark(), tmp_path / "data", tmp_path / "target", config)
+    (failed,) = report.failures()
+    assert failed["path"].endswith("part-0.parquet") and report.outcomes["encrypted"] == 1
+
+
+def test_a_refused_key_is_one_error_that_does_not_speak_of_reading(
+    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plain(tmp_path / "data")
+
+    def deny(*_: object) -> str:
+        raise KmsAccessDeniedError
+
+    monkeypatch.setattr(InMemoryKms, "_wrap", deny)
+    spark = no_spark()
+    with pytest.raises(KmsAccessDeniedError, match=r"'footer': access denied\. Ask for the permission\.$"):
+        pipelines.encrypt(spark, tmp_path / "data", tmp_path / "target", config)
+    assert spark.partitions == []
 
 
 def test_places_are_the_same_on_every_node(

@@ -124,7 +124,7 @@ def check_write(
         **more,
     }
     keys = KeyService(parse_configuration(document), None, time.monotonic)
-    return WriteRequests(keys).check(json.dumps(request).encode())
+    return WriteRequests(keys).check(json.dumps(request).encode())[0]
 
 
 def test_a_write_as_its_table_says_needs_these_master_keys() -> None:
@@ -171,9 +171,43 @@ def test_a_table_that_changed_since_its_options_were_made(change: dict[str, Any]
 def test_other_columns_than_the_options_were_made_for() -> None:
     with pytest.raises(ConfigurationError, match=r"new are \[c\]: missing are \[b\].*spark_options.*partition_by"):
         check_write(stored_options(), "ac")
-    statement = r"ALTER TABLE `x` SET SERDEPROPERTIES \('parquet.keytools.columns' = 'a,b,c'\)$"
+    readable = WRITTEN | {"unlisted_columns": "plaintext"}
+    statement = r"new are \[c\].*ALTER TABLE `x` SET SERDEPROPERTIES \('parquet.keytools.columns' = 'a,b,c'\)$"
     with pytest.raises(ConfigurationError, match=statement):
-        check_write(stored_options(), "abc", catalog_table="`x`")
+        check_write(stored_options(readable), "abc", {"t": readable}, catalog_table="`x`")
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [
+        ({}, {"footer.key": "footer", "column.keys": "pii:a", "complete.columns": "true"}),
+        ({"column_keys": {"pii": ["a", "c*"]}}, {"column.keys": "pii:a,c", "complete.columns": "true"}),
+        ({"unlisted_columns": "error", "plaintext_columns": ["b", "c"]}, {"complete.columns": "false"}),
+    ],
+)
+def test_a_new_column_gets_the_key_that_its_table_says(change: dict[str, Any], keys: dict[str, str]) -> None:
+    """The options of the write are from before; a table of one key has them in another form."""
+    old = WRITTEN | change | {"column_keys": {"pii": ["a"]}}
+    if "plaintext_columns" in change:
+        old |= {"plaintext_columns": ["b"]}
+    options = stored_options(old, "ab", ())
+    tables = parse_configuration({"version": 1, "kms": KMS, "tables": {"t": WRITTEN | change}})
+    request = {
+        "table": "t",
+        "expected": options["parquet.keytools.columns"],
+        "columns": [["a"], ["b"], ["c"]],
+        "options": {name: value for name, value in options.items() if name.startswith("parquet.encryption.")},
+    }
+    found = WriteRequests(KeyService(tables, None, time.monotonic)).check(json.dumps(request).encode())
+    assert found[0] == ["footer", "pii"]
+    assert {name: found[1][f"parquet.encryption.{name}"] for name in keys} == keys
+    assert found[1]["parquet.encryption.uniform.key"] == ""
+
+
+def test_the_first_key_of_a_table_that_had_only_one() -> None:
+    uniform = {"footer_key": "footer", "unlisted_columns": "footer_key"}
+    tables = {"t": uniform | {"column_keys": {"pii": ["c"]}}}
+    assert check_write(stored_options(uniform), "abc", tables) == ["footer", "pii"]
 
 
 def test_a_new_column_that_no_policy_covers() -> None:

@@ -1,9 +1,12 @@
 package parquet_keytools;
 
+import com.fasterxml.jackson.databind.JsonNode;
 import com.fasterxml.jackson.databind.ObjectMapper;
 import com.fasterxml.jackson.databind.node.ArrayNode;
 import com.fasterxml.jackson.databind.node.ObjectNode;
+import java.io.IOException;
 import java.nio.charset.StandardCharsets;
+import java.util.Iterator;
 import java.util.Map;
 import org.apache.hadoop.conf.Configuration;
 import org.apache.hadoop.fs.Path;
@@ -34,11 +37,11 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
 
   public FileEncryptionProperties getFileEncryptionProperties(
       Configuration configuration, Path path, WriteSupport.WriteContext context) {
-    if (!checkWrite(configuration, path.getName(), context, JSON.createObjectNode())) {
+    Configuration ours = checkWrite(configuration, path.getName(), context, JSON.createObjectNode());
+    if (ours == null) {
       return null;
     }
     // A catalog may have stored the options when the session had another configuration.
-    Configuration ours = new Configuration(configuration);
     ours.set(KeyToolkit.KEY_ACCESS_TOKEN_PROPERTY_NAME, cacheName(configuration));
     FileEncryptionProperties properties = super.getFileEncryptionProperties(ours, path, context);
     if (properties == null) {
@@ -52,13 +55,14 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
    *
    * @param place what is written, for messages
    * @param request what the worker is asked, besides what is the same for each file
-   * @return whether files are encrypted; false where plaintext is meant
+   * @return what parquet-java encrypts with: the keys of all columns, of those too that are new since the options were
+   *     made; null where plaintext is meant
    */
-  static boolean checkWrite(
+  static Configuration checkWrite(
       Configuration configuration, String place, WriteSupport.WriteContext context, ObjectNode request) {
     if (keyOption(configuration) == null) {
       if (isPlaintextAllowed(configuration)) {
-        return false;
+        return null;
       }
       throw new ParquetCryptoRuntimeException(
           place + " would be written in plaintext. " + HINT + ", or " + PLAINTEXT_WRITES
@@ -110,8 +114,17 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
       Map.Entry entry = (Map.Entry) option;
       options.put(ENCRYPTION + entry.getKey(), (String) entry.getValue());
     }
-    KmsWorker.of(configuration).checkWrite(request);
-    return true;
+    Configuration ours = new Configuration(configuration);
+    try {
+      JsonNode keys = JSON.readTree(KmsWorker.of(configuration).checkWrite(request));
+      for (Iterator names = keys.fieldNames(); names.hasNext(); ) {
+        String name = (String) names.next();
+        ours.set(name, keys.get(name).asText());
+      }
+    } catch (IOException error) {
+      throw new ParquetCryptoRuntimeException("The answer of the KMS worker is not valid.");
+    }
+    return ours;
   }
 
   /** Returns the option that names a key for what is written; null where none does. */

@@ -103,13 +103,16 @@ final class KmsWorker {
     return askOnce(CHECK, seen.toString(), request);
   }
 
-  /** Fails where a write is not as its table says, or where "keys" is true and one of its keys cannot be wrapped. */
-  void checkWrite(ObjectNode write) {
+  /**
+   * Fails where a write is not as its table says, or where "keys" is true and one of its keys cannot be wrapped.
+   *
+   * @return the options that name the key of each column, as JSON
+   */
+  String checkWrite(ObjectNode write) {
     if (write.path("keys").asBoolean()) {
-      ask(CHECK_WRITE, write.toString().getBytes(StandardCharsets.UTF_8));
-    } else {
-      askOnce(CHECK_WRITE, CHECK_WRITE + " " + write, write);
+      return new String(ask(CHECK_WRITE, write.toString().getBytes(StandardCharsets.UTF_8)), StandardCharsets.UTF_8);
     }
+    return askOnce(CHECK_WRITE, CHECK_WRITE + " " + write, write);
   }
 
   /** Asks once for requests that are answered alike. */

@@ -108,12 +108,11 @@ final class WriteCheck extends SparkStrategy {
   }
 
   private void checkFiles(V1WriteCommand write) {
-    SaveMode mode = SaveMode.Overwrite;
     CatalogTable table = tableOf((Product) write);
     String place = table == null ? write.fileFormat().toString() : table.identifier().table();
     if (write instanceof InsertIntoHadoopFsRelationCommand) {
       InsertIntoHadoopFsRelationCommand files = (InsertIntoHadoopFsRelationCommand) write;
-      mode = files.mode();
+      SaveMode mode = files.mode();
       place = files.outputPath().toString();
       if ((mode == SaveMode.Ignore || mode == SaveMode.ErrorIfExists) && exists(files.outputPath())) {
         return; // Spark writes nothing.
@@ -129,7 +128,7 @@ final class WriteCheck extends SparkStrategy {
         schema = schema.add(column.name(), column.dataType(), column.nullable(), column.metadata());
       }
     }
-    checkFormat(write.fileFormat(), place, write.options(), table, schema, partitions, mode);
+    checkFormat(write.fileFormat(), place, write.options(), table, schema, partitions);
   }
 
   /**
@@ -165,7 +164,7 @@ final class WriteCheck extends SparkStrategy {
     }
     if (source instanceof FileFormat) {
       FileFormat format = (FileFormat) source;
-      checkFormat(format, table.identifier().table(), options, null, schema, partitions, SaveMode.Overwrite);
+      checkFormat(format, table.identifier().table(), options, null, schema, partitions);
     } else {
       refuseOthers(provider, options, table);
     }
@@ -180,8 +179,7 @@ final class WriteCheck extends SparkStrategy {
   }
 
   private void checkFormat(
-      FileFormat format, String place, Map options, CatalogTable table, StructType schema, TreeSet partitions,
-      SaveMode mode) {
+      FileFormat format, String place, Map options, CatalogTable table, StructType schema, TreeSet partitions) {
     if (!(format instanceof ParquetFileFormat)) {
       if (table != null && isHiveParquet(table.storage())) {
         refuseHive(options);
@@ -211,8 +209,7 @@ final class WriteCheck extends SparkStrategy {
     // Spark may plan a write again while it runs.
     String write = execution() + ' ' + place + ' ' + options.hashCode();
     boolean isProven = execution() != null && write.equals(session.sparkContext().getLocalProperty(PROVEN));
-    // An append deletes nothing.
-    boolean needsKeys = mode != SaveMode.Append && !isProven;
+    boolean needsKeys = !isProven;
     boolean isLocal = session.sparkContext().isLocal();
     // Executors have caches of their own: what is in that of the driver proves nothing for them.
     request.put("keys", needsKeys && !isLocal);
@@ -221,7 +218,8 @@ final class WriteCheck extends SparkStrategy {
       Job job = Job.getInstance(configuration);
       format.prepareWrite(session, job, options, schema);
       WriteSupport.WriteContext context = new ParquetWriteSupport().init(job.getConfiguration());
-      if (KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, context, request) && needsKeys && isLocal) {
+      Configuration ours = KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, context, request);
+      if (ours != null && needsKeys && isLocal) {
         // Tasks find the KEKs in the cache that they share with the driver.
         new KeytoolsCryptoFactory().getFileEncryptionProperties(job.getConfiguration(), new Path("/new"), context);
       }
