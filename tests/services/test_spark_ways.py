@@ -87,8 +87,9 @@ def bare(folder: Path, spark_driver: SparkDriver) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def configured(folder: Path, spark_driver: SparkDriver, bare: dict[str, Any]) -> dict[str, Any]:
-    """What a session did that was made with `configure`, in the JVM that has run the other one."""
+def configured(folder: Path, spark_driver: SparkDriver) -> dict[str, Any]:
+    """What a session did that was made with `configure`, in a JVM that never looked for our classes in vain."""
+    spark_driver.close()
     return run(spark_driver, folder / "configured", configured=True)
 
 
