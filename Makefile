@@ -62,7 +62,7 @@ install_lowest = $(UV_INSTALL) --resolution lowest-direct --editable $(CORE) && 
 SKIPPED := $(VENV)/skipped.txt
 
 # Without rules, for a second make beside the tests could install again.
-CHECKS := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy --platform linux && $(BIN)/mypy --platform darwin && $(BIN)/mypy --platform win32
+CHECKS := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy --platform linux && $(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin src && $(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 src
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test java coverage check soak mutants mutation docs lock vectors bench clean

@@ -65,9 +65,9 @@ def broken_links(root: Path, page: str) -> Iterator[str]:
             yield f"{link['target']}: there is no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    assert list(broken_links(ROOT, page)) == []
+def test_links_lead_somewhere() -> None:
+    assert "README.md" in PAGES
+    assert [(page, link) for page in PAGES for link in broken_links(ROOT, page)] == []
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,11 @@ def test_good_links_are_not_reported(tmp_path: Path) -> None:
     assert list(broken_links(tmp_path, "page.md")) == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/") or page in site.TEXTS])
-def test_the_site_has_a_page_for_each_link(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    site.rewritten(text, page, site.TEXTS.get(page) or page.removeprefix("docs/"))
+def test_the_site_has_a_page_for_each_link() -> None:
+    # A link without a page raises an error that names both.
+    for page in (page for page in PAGES if page.startswith("docs/") or page in site.TEXTS):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        site.rewritten(text, page, site.TEXTS.get(page) or page.removeprefix("docs/"))
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,6 @@ def test_a_program_ends_with_its_own_status(folder: Path, name: str, round_: int
 
 @pytest.mark.usefixtures("busy")
 @pytest.mark.parametrize("round_", range(how_many(1, 14)))
-@pytest.mark.parametrize("name", PROGRAMS if SOAK else ALWAYS)
+@pytest.mark.parametrize("name", PROGRAMS if SOAK else ALWAYS[-1:])
 def test_a_program_ends_with_its_own_status_on_a_busy_machine(folder: Path, name: str, round_: int) -> None:
     run(folder, name)

@@ -249,8 +249,10 @@ def test_output_that_nobody_reads_ends_quietly() -> None:
     assert (done.returncode, done.stderr) == (ExitStatus.NOBODY_READS, "")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("closed", "processes"),
+    [(">&-", 2), ("2>&-", 1), ("<&- >&-", 1), ("<&- >&- 2>&-", 1), ("<&- >&- 2>&-", 2)],
+)
 def test_streams_may_be_closed(config: Path, table: pa.Table, tmp_path: Path, closed: str, processes: int) -> None:
     (tmp_path / "many").mkdir()
     for number in range(4):

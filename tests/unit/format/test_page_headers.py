@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 import pytest
@@ -47,9 +48,11 @@ _LONG_STATISTICS = Struct({5: (WireType.BINARY, b"x" * 300), 6: (WireType.BINARY
 _UNKNOWN = ThriftList(WireType.I32, [1, 2, 3])
 
 
+_LENGTHS = (0, 63, 64, 8_191, 8_192, 1 << 20, (1 << 28) - 1, 2**31 - 1)
+_CRCS = (None, 0, -1, 1, 2**31 - 1, -(2**31))
+
+
 @pytest.mark.parametrize("page_type", [0, 1, 2, 3])
-@pytest.mark.parametrize("length", [0, 63, 64, 8_191, 8_192, 1 << 20, (1 << 28) - 1, 2**31 - 1])
-@pytest.mark.parametrize("crc", [None, 0, -1, 1, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize(
     "extra",
     [
@@ -60,31 +63,30 @@ _UNKNOWN = ThriftList(WireType.I32, [1, 2, 3])
     ],
     ids=["plain", "statistics", "long statistics", "unknown list"],
 )
-def test_sizes_and_crcs_are_read_and_replaced(
-    page_type: int, length: int, crc: int | None, extra: dict[int, object]
-) -> None:
-    record = _header(page_type, 1, crc, extra)
-    record.compressed_page_size = length
-    data = b"before" + record.serialise() + b"\xff" * 50
-    facts = read_page_header(memoryview(data), 6)
-    header = with_sizes(facts, facts.page_length, facts.crc)
-    assert header == record.serialise()
-    assert facts.page_type == page_type
-    assert facts.page_length == length
-    assert facts.length == len(header)
-    assert facts.crc == (None if crc is None else crc & 0xFFFF_FFFF)
-    # Replaced, it is what the general writer makes of it.
-    record.compressed_page_size = 77
-    if crc is not None:
-        record.crc = 123_456_789
-    assert with_sizes(facts, 77, 123_456_789) == record.serialise()
-    # With room for the CRC, which is filled in afterwards.
-    padded = with_sizes(facts, 77)
-    if crc is not None:
-        position = crc_position(facts, 77)
-        padded = padded[:position] + padded_crc(0xFEDC_BA98) + padded[position + 5 :]
-        record.crc = 0xFEDC_BA98 - 2**32
-    assert PageHeader.read(padded)[0] == record
+def test_sizes_and_crcs_are_read_and_replaced(page_type: int, extra: dict[int, object]) -> None:
+    for length, crc in itertools.product(_LENGTHS, _CRCS):
+        record = _header(page_type, 1, crc, extra)
+        record.compressed_page_size = length
+        data = b"before" + record.serialise() + b"\xff" * 50
+        facts = read_page_header(memoryview(data), 6)
+        header = with_sizes(facts, facts.page_length, facts.crc)
+        assert header == record.serialise()
+        assert facts.page_type == page_type
+        assert facts.page_length == length
+        assert facts.length == len(header)
+        assert facts.crc == (None if crc is None else crc & 0xFFFF_FFFF)
+        # Replaced, it is what the general writer makes of it.
+        record.compressed_page_size = 77
+        if crc is not None:
+            record.crc = 123_456_789
+        assert with_sizes(facts, 77, 123_456_789) == record.serialise()
+        # With room for the CRC, which is filled in afterwards.
+        padded = with_sizes(facts, 77)
+        if crc is not None:
+            position = crc_position(facts, 77)
+            padded = padded[:position] + padded_crc(0xFEDC_BA98) + padded[position + 5 :]
+            record.crc = 0xFEDC_BA98 - 2**32
+        assert PageHeader.read(padded)[0] == record
 
 
 def test_a_header_with_its_fields_in_another_order_is_brought_into_order() -> None:
