@@ -17,7 +17,7 @@ from parquet_keytools.conformance.report import RuleBook
 from parquet_keytools.encryption.aes import NONCE_LENGTH
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 
-MEMORY_BYTES = 12 * 1024 * 1024
+MEMORY_BYTES = 8 * 1024 * 1024
 """How much the nonces of a pass take; to compare the nonces of several files takes three times as much again."""
 
 _BUCKET_BYTES = 1024 * 1024
