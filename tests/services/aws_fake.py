@@ -226,7 +226,7 @@ class FakeKms:
             raise RefusalError("AccessDeniedException", "not authorized to perform: kms:ListKeyRotations")
         assert request["IncludeKeyMaterial"] == "ALL_KEY_MATERIAL"
         number = int(request.get("Marker", 0))
-        rotation = {"KeyId": key.key_id, "KeyMaterialId": key.material_ids[number]}
+        rotation: Json = {"KeyId": key.key_id, "KeyMaterialId": key.material_ids[number]}
         if number:
             rotation["RotationDate"] = 1_700_000_000 + number
         more = number + 1 < len(key.material_ids)

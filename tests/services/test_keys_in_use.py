@@ -22,7 +22,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "plaintext_footer": {"key_material": "internal", "plaintext_footer": True},
     "single": {"double_wrapping": False},
     "footer_key": {"column_keys": {"ka": ["a"]}, "unlisted_columns": "footer_key"},
-    "unlisted_columns": "plaintext",
 }
 
 Loss = set[tuple[str, str]]

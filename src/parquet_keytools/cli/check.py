@@ -105,8 +105,8 @@ def check_command(
 ) -> None:
     """Check configurations and their master keys.
 
-    The KMS wraps and unwraps a test key with each master key of a configuration, or does only what a role needs. With
-    several configurations, all are checked, and the exit status is the highest of theirs.
+    The KMS wraps and unwraps a test key with each master key of a configuration, or does only what a role needs.
+    With several configurations, all are checked, and the exit status is the highest of theirs.
     """
     if schema:
         from parquet_keytools.config.settings import configuration_json_schema
@@ -122,7 +122,7 @@ def check_command(
     statuses: list[ExitStatus] = []
     for config in configs:
         try:
-            status, document = _check(config, offline, against, table, aad_prefix, strict)
+            status, document = _check(config, offline, against, table, aad_prefix, role, strict)
         except (KeytoolsError, OSError) as error:
             if len(configs) == 1:
                 raise
@@ -137,7 +137,13 @@ def check_command(
 
 
 def _check(
-    config: Path, offline: bool, against: str | None, table: str | None, aad_prefix: str | None, strict: bool
+    config: Path,
+    offline: bool,
+    against: str | None,
+    table: str | None,
+    aad_prefix: str | None,
+    role: Role | None,
+    strict: bool,
 ) -> tuple[ExitStatus, dict[str, Any]]:
     """Check one configuration, print the result, and return the exit status and the JSON document."""
     from parquet_keytools.config.loader import load_configuration
@@ -295,7 +301,7 @@ AllowPlaintextOption = Annotated[
         help="Accept plaintext files of a folder whose path within it this glob matches; may be repeated.",
     ),
 ]
-StrictOption = Annotated[bool, typer.Option("--strict", help="Exit with 1 for weaknesses, too.")]
+VerifyStrictOption = Annotated[bool, typer.Option("--strict", help="Exit with 1 for weaknesses, too.")]
 
 
 @with_options(ReportOptions)
@@ -306,7 +312,7 @@ def verify_command(
     aad_prefix: AadPrefixOption = None,
     parts: PartsOption = None,
     allow_plaintext: AllowPlaintextOption = None,
-    strict: StrictOption = False,
+    strict: VerifyStrictOption = False,
     processes: ProcessesOption = None,
 ) -> None:
     """Check files against the encryption specification, rule by rule.
