@@ -72,7 +72,7 @@ def report_command(
     aad_prefix: AadPrefixOption = None,
     processes: ProcessesOption = None,
 ) -> None:
-    """Report to an auditor which column is under which key, who reads it, and what deviates.
+    """Report which column is under which key, and who reads it.
 
     The exit status is 0 only if the report has no problem: the files conform, none is plaintext, and all keys are
     proven. Column access is measured with the keys of the files, not read from configurations or policies.

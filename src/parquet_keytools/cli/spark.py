@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="spark",
-    help="Process data sets as Spark jobs; set up Spark's own reader and writer.",
+    help="Process data sets as Spark jobs, and set up Spark.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -211,7 +211,7 @@ def settings_command(
     file_on_nodes: FileOnNodesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the settings of a Spark session, and the options of a table.
+    """Print the settings of Spark, and the options of a table.
 
     With them, spark-sql, Scala and servers of Spark Connect need no Python program. The options of a table need
     its columns: --schema-from or --ddl. Nothing that is printed is secret.

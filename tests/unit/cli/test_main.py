@@ -270,5 +270,5 @@ def test_warnings_are_one_line_each_on_stderr(run, config: Path) -> None:
     done = run("check", config, "--offline")
     assert (done.exit_code, done.stdout) == (0, f"{config}: no mistakes. The KMS was not called.\n")
     (first,) = done.stderr.splitlines()
-    assert first.startswith(f"Warning: {config}:9: tables.people.algorithm: page data is not authenticated")
+    assert first.startswith(f"Warning: {config}:10: tables.people.algorithm: page data is not authenticated")
     assert warnings.showwarning is shown

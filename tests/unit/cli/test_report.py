@@ -59,7 +59,7 @@ def test_who_what_when(run, tmp_path: Path, analyst: Path) -> None:
     assert done.exit_code == 0, done.stderr
     document = document_of(done)
     assert document["counts"] == {"encrypted": 2, "plaintext": 0, "unreadable": 0, "skipped": 0, "not_parquet": 0}
-    assert document["verdict"] == "conforms" and document["conforms"]
+    assert document["verdict"] == "conforms, with weaknesses" and document["conforms"]
     assert keys_of(document, "footer") == {("footer", "1"): 2}
     assert keys_of(document, "name") == {("pii", "1"): 1, ("pii", "2"): 1}
     assert column_of(document, "id")["plaintext_files"] == 2 and not column_of(document, "id")["keys"]

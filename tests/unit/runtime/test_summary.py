@@ -30,8 +30,8 @@ def test_results_are_shown_in_a_line(keytools: Keytools, tmp_path: Path) -> None
     rotation = keytools.rotate(tmp_path)
     results = {
         "Keytools kms='in_memory', tables=['t']": keytools,
-        "verdict='conforms', files={'conforms': 20}": folder,
-        "verdict='conforms', broken=['no-prefix']": folder.files[0],
+        "verdict='conforms, with weaknesses', files={'conforms, with weaknesses': 20}": folder,
+        "verdict='conforms, with weaknesses', broken=['no-prefix']": folder.files[0],
         "algorithm='AES_GCM_V1', footer_key='kf', columns=40, rows=2": keytools.inspect_file(path),
         "files={'rotated': 20}": rotation,
         "outcome='rotated'": rotation.files[0],
