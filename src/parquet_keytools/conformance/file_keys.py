@@ -97,6 +97,7 @@ class FileKeys:
         finder: Where keys come from; None where no keys are given.
         fingerprints: Of the DEKs that were found, by a key of this process.
         key_names: Identifier of the master key, or id of the data key.
+        uses_material_file: Whether key metadata refers to a key material file that has it, as far as it was read.
     """
 
     finder: MaterialFinder | None
@@ -105,6 +106,7 @@ class FileKeys:
     denied: dict[KeyUser, str] = field(default_factory=dict)
     key_names: dict[KeyUser, str] = field(default_factory=dict)
     dek_lengths_bits: dict[KeyUser, int] = field(default_factory=dict)
+    uses_material_file: bool = False
     _of_wrong_kind: set[KeyUser] = field(default_factory=set)
 
     def footer_dek(self, key_metadata: bytes | None) -> SecretBytes | None:
@@ -207,6 +209,7 @@ class FileKeys:
         """Return the key material, also from the key material file, and whether the key can be asked for."""
         if self.finder is None:
             if isinstance(parsed, KeyReference):
+                self.uses_material_file = True
                 self.book.not_checked("key-material-file", f"{title_of(user)}: no keys are given")
             if isinstance(parsed, KeyReference | KeyMaterial):
                 material = parsed if isinstance(parsed, KeyMaterial) else None
@@ -219,6 +222,7 @@ class FileKeys:
             self.denied[user] = str(error)
             return None, False
         if material is not None and isinstance(parsed, KeyReference):
+            self.uses_material_file = True
             self.book.holds("key-material-file")
             self._check_material(user, material)
         return material, True

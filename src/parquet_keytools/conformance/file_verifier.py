@@ -70,6 +70,7 @@ class FileFacts:
         mode: How the footer is protected; None where that cannot be told.
         nonces: The nonces of all modules that were found, or of the part that was asked for.
         unknown: Why not all of its DEKs and nonces are known; None where they are.
+        uses_material_file: Whether it refers to the key material file beside it, which is key material.
     """
 
     aad_prefix: bytes | None = None
@@ -79,6 +80,7 @@ class FileFacts:
     mode: FooterMode | None = None
     nonces: FileNonces | None = None
     unknown: str | None = None
+    uses_material_file: bool = False
 
     @property
     def is_encrypted(self) -> bool:
@@ -173,6 +175,7 @@ class _FileVerifier:
             dek_fingerprints=frozenset(self._keys.fingerprints),
             nonces=self._nonces,
             unknown=next(iter(report.result("nonce-reuse").reasons), None),
+            uses_material_file=self._keys.uses_material_file,
         )
         return report, facts
 

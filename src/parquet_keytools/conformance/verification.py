@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby, islice
@@ -30,6 +31,7 @@ from parquet_keytools.encryption.protection import Envelope, FooterColumn, Foote
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import (
     DecryptionError,
+    KeyMaterialError,
     KeytoolsError,
     KmsUnavailableError,
     NotEncryptedError,
@@ -45,15 +47,16 @@ from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
-from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_material import KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
+from parquet_keytools.keys.material_store import read_key_materials
 from parquet_keytools.runtime.presentation import escaped_path
 from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import written_bytes
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set, named_parquet_file
 
 
 class RetrieverFinder(FileKeyRetriever):
@@ -126,7 +129,9 @@ def verify_folder(
     on_progress: Progress | None = None,
 ) -> DataSetReport:
     """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
-    found = sorted(data_set(folder, into_passed_over=True), key=lambda entry: entry.location.path)
+    found = sorted(
+        data_set(folder, into_passed_over=True, with_key_material=True), key=lambda entry: entry.location.path
+    )
     reports: list[FileReport] = []
     members: list[Member] = []
     files = [entry for entry in found if isinstance(entry, ParquetFile)]
@@ -259,6 +264,10 @@ class MemberVerifier:
                 finder = finder_of(self._keys, location, self._kms_keys)
                 expectation = self._expectation(source, location)
                 report, facts = verify_source(source, finder, expectation, threads=threads, nonce_part=nonce_part)
+                if finder is None and facts.uses_material_file:
+                    facts = replace(facts, uses_material_file=False)
+                    with suppress(OSError):  # The check of the folder reads it again, and says so.
+                        facts = replace(facts, uses_material_file=_is_key_material(location))
                 if report.denied and self._kms_keys is not None and self._kms_keys.unavailable is not None:
                     report = replace(report, kms_is_unavailable=True)
                 return report, facts
@@ -363,27 +372,47 @@ def folder_report(
         (*reports, *unreadable),
         check_data_set(
             members,
-            _surroundings(folder, left_out, allow_plaintext),
+            _surroundings(folder, members, left_out, allow_plaintext),
             nonces,
             part_count=part_count,
         ),
-        {left.path: left.reason for left in left_out},
+        {left.path: left.reason for left in left_out if left.reason is not LeftOutReason.KEY_MATERIAL_BESIDE},
         tuple(not_attempted),
     )
 
 
 def _surroundings(
-    folder: FileLocation, left_out: Sequence[LeftOut], allow_plaintext: Sequence[str]
+    folder: FileLocation, members: Sequence[Member], left_out: Sequence[LeftOut], allow_plaintext: Sequence[str]
 ) -> Surroundings:
+    users = {member.name for member in members if member.facts.uses_material_file}
+    verified = {member.name for member in members if member.facts.mode is not None}
     plaintext: list[str] = []
     other_data: dict[str, str] = {}
     unread: dict[str, str] = {}
+    orphaned: set[str] = set()
     for left in left_out:
-        if left.reason not in (LeftOutReason.PASSED_OVER, LeftOutReason.NOT_PARQUET):
+        if left.reason is LeftOutReason.SUMMARY:
             continue
         name = escaped_path(left.location.path_within(folder))
+        may_be_key_material = left.reason in (LeftOutReason.KEY_MATERIAL, LeftOutReason.KEY_MATERIAL_BESIDE)
+        parquet_file = named_parquet_file(left.location) if may_be_key_material else None
         try:
-            kind = _plaintext_kind(left.location)
+            if parquet_file is None:
+                kind = _plaintext_kind(left.location)
+            else:
+                within = parquet_file.path_within(folder)
+                if within in users:
+                    continue
+                if not _is_key_material(parquet_file):
+                    kind = "JSON that is not key material"
+                elif left.reason is LeftOutReason.KEY_MATERIAL:
+                    kind = None
+                    orphaned.add(left.location.name)
+                elif within not in verified and _refers_to_material_file(parquet_file):
+                    # It could not be verified, which its report says.
+                    kind = None
+                else:
+                    kind = f"JSON that {escaped_path(parquet_file.name)} does not refer to"
         except (FileNotFoundError, ParquetFormatError):
             # A dangling link, or no regular file.
             continue
@@ -399,9 +428,7 @@ def _surroundings(
         # Dask writes one without rows, which is encrypted like any other file.
         summary_files=sorted({summary.name for summary in summaries if not _is_encrypted(summary)}),
         listed_files=sorted({name for summary in summaries for name in _listed_files(folder, summary)}),
-        orphaned_key_materials=sorted(
-            {left.location.name for left in left_out if left.reason is LeftOutReason.KEY_MATERIAL}
-        ),
+        orphaned_key_materials=sorted(orphaned),
         plaintext_passed_over=plaintext,
         other_data=other_data,
         unread=unread,
@@ -427,6 +454,28 @@ def _visible_of(location: FileLocation) -> Envelope | None:
             return check_envelope(source, RuleBook(FILE_SCOPES))
     except (OSError, KeytoolsError):
         return None
+
+
+def _is_key_material(parquet_file: FileLocation) -> bool:
+    """Return whether the file beside a Parquet file that is named as its key material is key material.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    try:
+        read_key_materials(parquet_file)
+    except KeytoolsError:
+        return False
+    return True
+
+
+def _refers_to_material_file(location: FileLocation) -> bool:
+    """Return whether what is visible of a file, and is not authenticated, refers to key material beside it."""
+    envelope = _visible_of(location)
+    try:
+        return envelope is not None and isinstance(parse_key_metadata(envelope.key_metadata), KeyReference)
+    except KeyMaterialError:
+        return False
 
 
 def _is_encrypted(location: FileLocation) -> bool:

@@ -254,12 +254,12 @@ class _Report:
 
 
 def _listed(
-    root: FileLocation, *, follow_links: bool | None = None
+    root: FileLocation, *, follow_links: bool | None = None, with_key_material: bool = False
 ) -> tuple[list[NamedFile], list[LeftOut], list[Outcome]]:
     """List a data set: its files, what is left out, and what could not be looked into or is behind links.
 
     `follow_links` says whether files are changed in place, and then whether also files are that links lead to,
-    outside of the root.
+    outside of the root. `with_key_material` as in `storage.walk.data_set`.
 
     Raises:
         FileNotFoundError: There is no such file or folder.
@@ -268,7 +268,9 @@ def _listed(
     files: list[NamedFile] = []
     left_out: list[LeftOut] = []
     others: list[Outcome] = []
-    entries: Iterator[Entry | BehindLink] = data_set(root, into_passed_over=True)
+    entries: Iterator[Entry | BehindLink] = data_set(
+        root, into_passed_over=True, with_key_material=with_key_material
+    )
     if follow_links is not None:
         entries = data_set_in_place(root, follow_links=follow_links, into_passed_over=True)
     for entry in entries:
@@ -962,7 +964,7 @@ def verify(
         if table_name is not None:
             job.configuration.select_table(table_name)
         root = job.root
-        files, left_out, others = _listed(root)
+        files, left_out, others = _listed(root, with_key_material=True)
         how = _Verification(table_name, aad_prefix, secrets.token_bytes(32))
         report, rules = _Report(job), _Rows(RULE_ROWS)
         found: list[_Found] = []

@@ -25,6 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Self
 
 from pyarrow import fs as pafs
@@ -53,6 +54,7 @@ class LeftOutReason(StrEnum):
 
     SUMMARY = "a summary of footers: it could show statistics in plaintext, and would not fit the new files"
     KEY_MATERIAL = "key material of a Parquet file that is not here"
+    KEY_MATERIAL_BESIDE = "named as key material of the file beside it"
     PASSED_OVER = "readers of data sets pass over names that begin with a dot or an underscore"
     NOT_PARQUET = "not a Parquet file"
 
@@ -115,13 +117,18 @@ Entry = ParquetFile | LeftOut | Unseen
 
 
 def data_set(
-    path: FileLocation, *, into_passed_over: bool = False, refusal_of: RefusalOf | None = None
+    path: FileLocation,
+    *,
+    into_passed_over: bool = False,
+    with_key_material: bool = False,
+    refusal_of: RefusalOf | None = None,
 ) -> Iterator[Entry]:
     """Yield the files of a data set, by path, and its other entries.
 
     Args:
         path: A file, a folder, or the result of `FileLocation.resolve_all` for a glob or a list.
         into_passed_over: Whether to look into folders that are passed over, too; their content is left out.
+        with_key_material: Whether files named as key material of a file beside them are yielded, too, as left out.
         refusal_of: Returns why a link to a folder is not followed; None follows it.
 
     Raises:
@@ -130,14 +137,19 @@ def data_set(
         NoParquetFilesError: The folder has no Parquet files, and could be checked completely. Raised at the end.
     """
     if path.only:
-        yield from _chosen(path, into_passed_over=into_passed_over, refusal_of=refusal_of)
+        look = partial(
+            data_set, into_passed_over=into_passed_over, with_key_material=with_key_material, refusal_of=refusal_of
+        )
+        yield from _chosen(path, look, refusal_of)
         return
     info = file_or_folder(path)
     if info.type == pafs.FileType.File:
         yield ParquetFile(path, info.size or 0)
         return
     is_empty = True
-    for entry in walk(path, into_passed_over=into_passed_over, refusal_of=refusal_of):
+    for entry in walk(
+        path, into_passed_over=into_passed_over, with_key_material=with_key_material, refusal_of=refusal_of
+    ):
         is_empty &= isinstance(entry, LeftOut)
         yield entry
     if is_empty:
@@ -281,16 +293,14 @@ def file_or_folder(path: FileLocation) -> pafs.FileInfo:
     return info
 
 
-def _chosen(folder: FileLocation, *, into_passed_over: bool, refusal_of: RefusalOf | None) -> Iterator[Entry]:
+def _chosen(
+    folder: FileLocation, look: Callable[[FileLocation], Iterator[Entry]], refusal_of: RefusalOf | None
+) -> Iterator[Entry]:
     """Yield the entries that paths and globs in a folder name, each once."""
     seen: set[str] = set()
     for name in folder.only:
         place = FileLocation.resolve_all(folder.below(name))
-        entries = (
-            _matching(place, refusal_of)
-            if place.only
-            else data_set(place, into_passed_over=into_passed_over, refusal_of=refusal_of)
-        )
+        entries = _matching(place, refusal_of) if place.only else look(place)
         for entry in entries:
             if entry.location.path not in seen:
                 seen.add(entry.location.path)
@@ -334,16 +344,23 @@ def _may_lead_to(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def walk(
-    folder: FileLocation, *, into_passed_over: bool = False, refusal_of: RefusalOf | None = None
+    folder: FileLocation,
+    *,
+    into_passed_over: bool = False,
+    with_key_material: bool = False,
+    refusal_of: RefusalOf | None = None,
 ) -> Iterator[Entry]:
     """Yield the entries below a folder: the files of each folder by name, then its folders; see `data_set`.
 
     A folder is listed before its first file is yielded, so that a file that is replaced meanwhile comes once. Key
-    material is yielded only if its Parquet file does not exist.
+    material whose Parquet file exists is yielded only `with_key_material`.
     """
     with FolderLister(folder.filesystem) as lister:
         for listing in lister.folders(folder.path, into_passed_over=into_passed_over, refusal_of=refusal_of):
-            yield from _classified(folder.filesystem, lister, listing, into_passed_over=into_passed_over)
+            for entry in _classified(folder.filesystem, lister, listing, into_passed_over=into_passed_over):
+                is_beside = isinstance(entry, LeftOut) and entry.reason is LeftOutReason.KEY_MATERIAL_BESIDE
+                if with_key_material or not is_beside:
+                    yield entry
 
 
 def all_files(folder: FileLocation) -> Iterator[FileLocation]:
@@ -453,12 +470,17 @@ def _is_key_material_of(name: str, names: Collection[str]) -> bool:
     return name == f"{_KEY_MATERIAL_PREFIX}{parquet_file}.json" and parquet_file in names
 
 
-def parquet_file_of(key_material: FileLocation) -> FileLocation | None:
-    """Return the Parquet file to which key material belongs; None if there is none."""
+def named_parquet_file(key_material: FileLocation) -> FileLocation | None:
+    """Return the place of the file whose key material this is by its name; None if the name is another one."""
     name = key_material.name.removeprefix(_KEY_MATERIAL_PREFIX).removesuffix(".json")
     parquet_file = key_material.sibling(name or "_")
-    is_named_so = key_material_location(parquet_file).name == key_material.name
-    return parquet_file if is_named_so and parquet_file.is_file() else None
+    return parquet_file if key_material_location(parquet_file).name == key_material.name else None
+
+
+def parquet_file_of(key_material: FileLocation) -> FileLocation | None:
+    """Return the Parquet file to which key material belongs; None if there is none."""
+    parquet_file = named_parquet_file(key_material)
+    return parquet_file if parquet_file is not None and parquet_file.is_file() else None
 
 
 def _asks_for_magic(listing: Listing, listed: Listed) -> bool:
@@ -504,7 +526,7 @@ def _classified(
         elif reason is not None:
             yield LeftOut(location, reason)
         elif _is_key_material_of(listed.name, names):
-            continue
+            yield LeftOut(location, LeftOutReason.KEY_MATERIAL_BESIDE)
         elif listed.error is not None:
             yield Unseen(location, listed.error, listed.is_gone)
         else:

@@ -235,6 +235,68 @@ def test_plaintext_in_a_folder_fails_unless_it_is_accepted(
         assert run("verify", folder, *options, "--allow-plaintext", "other/*").exit_code == 1
 
 
+@pytest.fixture
+def external(config: Path, plain: Path, tmp_path: Path) -> Path:
+    """A file with external key material."""
+    config.write_text(config.read_text() + "    key_material: external\n")
+    path = tmp_path / "external" / "e.parquet"
+    path.parent.mkdir()
+    with Keytools.from_yaml(config) as keytools:
+        keytools.encrypt_file(plain, path)
+    return path
+
+
+def broken_rules(done) -> dict[str, list[str]]:
+    rules = json.loads(done.stdout)["rules"]
+    return {
+        rule["id"]: [str(found) for found in rule["findings"]] for rule in rules if rule["outcome"] == "broken"
+    }
+
+
+def test_key_material_to_which_a_footer_refers_is_no_plaintext(run, config: Path, external: Path, deny) -> None:
+    folder = external.parent
+    assert {path.name for path in folder.iterdir()} == {"e.parquet", "_KEY_MATERIAL_FOR_e.parquet.json"}
+    assert run("verify", folder, "--config", config).exit_code == 0
+    assert run("verify", folder).exit_code == 0
+    deny("footer")
+    done = run("verify", folder, "--config", config, "--json")
+    assert (done.exit_code, broken_rules(done)) == (1, {})  # incomplete
+
+
+@pytest.mark.parametrize("of", ["e.parquet", "gone.parquet", "notes.txt", "_hidden.parquet"])
+def test_rows_under_the_name_of_key_material_are_plaintext(run, config: Path, encrypted: Path, of: str) -> None:
+    folder = encrypted.parent
+    (folder / "notes.txt").write_text("About this folder.")
+    (folder / "_hidden.parquet").write_bytes(b"PARE")
+    name = f"_KEY_MATERIAL_FOR_{of}.json"
+    (folder / name).write_text('{"id": 1, "name": "Ada"}\n{"id": 2, "name": "Grace"}\n')
+    for options in (("--config", config), ()):
+        done = run("verify", folder, *options, "--json")
+        assert done.exit_code == 1
+        assert list(broken_rules(done)) == ["other-data"]
+        assert f"{name} is JSON that is not key material" in str(broken_rules(done))
+        assert run("verify", folder, *options, "--allow-plaintext", name).exit_code == 0
+
+
+def test_a_parquet_file_named_almost_as_key_material_is_plaintext(
+    run, config: Path, external: Path, plain: Path
+) -> None:
+    (external.parent / "_KEY_MATERIAL_FOR_e.parquet").write_bytes(plain.read_bytes())
+    done = run("verify", external.parent, "--config", config, "--json")
+    assert list(broken_rules(done)) == ["plaintext-passed-over"]
+
+
+def test_key_material_must_be_that_of_its_file(run, config: Path, encrypted: Path, external: Path) -> None:
+    name = f"_KEY_MATERIAL_FOR_{encrypted.name}.json"
+    (encrypted.parent / name).write_bytes((external.parent / name).read_bytes())
+    (external.parent / name).write_text('{"id": 1, "name": "Ada"}')
+    for options in (("--config", config), ()):
+        done = run("verify", encrypted.parent, *options, "--json")
+        assert f"{name} is JSON that e.parquet does not refer to" in str(broken_rules(done)["other-data"])
+        done = run("verify", external.parent, *options, "--json")
+        assert f"{name} is JSON that is not key material" in str(broken_rules(done)["other-data"])
+
+
 def test_an_encrypted_file_is_verified_where_plaintext_is_accepted(run, config: Path, encrypted: Path) -> None:
     data = bytearray(encrypted.read_bytes())
     data[-30] ^= 1
