@@ -15,7 +15,13 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from parquet_keytools.conformance.report import DataSetReport, FileReport, Outcome, Severity, document_of
-from parquet_keytools.errors import KeyNotAvailableError, KmsError, KmsUnavailableError
+from parquet_keytools.errors import (
+    KEY_REFUSALS,
+    KeyNotAvailableError,
+    KmsConfigurationError,
+    KmsError,
+    KmsUnavailableError,
+)
 from parquet_keytools.keytools import Keytools
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest
 from parquet_keytools.rotation.inventory import FileKeyUses, UsedKey
@@ -272,7 +278,7 @@ class _Reader:
     def __init__(self, kms: KmsClient | None) -> None:
         self._kms = kms
         self._answers: dict[UnwrapRequest, KmsError | None] = {}
-        self.unreachable: KmsUnavailableError | None = None
+        self.unreachable: KmsError | None = None
 
     def ask(self, wanted: Iterable[UnwrapRequest]) -> None:
         missing = [request for request in dict.fromkeys(wanted) if request not in self._answers]
@@ -282,8 +288,9 @@ class _Reader:
             # The key itself is forgotten at once.
             self._answers[request] = key.with_traceback(None) if isinstance(key, KmsError) else None
         answers = [self._answers[request] for request in missing]
-        if all(isinstance(answer, KmsUnavailableError) for answer in answers):
-            self.unreachable = answers[0]  # type: ignore[assignment]
+        # Such as expired credentials.
+        if all(isinstance(answer, (KmsUnavailableError, KmsConfigurationError)) for answer in answers):
+            self.unreachable = answers[0]
 
     def why_not(self, use: UsedKey) -> tuple[bool, str] | None:
         """Return None if the KMS unwrapped a key; otherwise whether it refused, and why not."""
@@ -297,7 +304,7 @@ class _Reader:
         error = self._answers[request]
         if error is None:
             return None
-        return not isinstance(error, KmsUnavailableError), f"{use.master_key_id}: {type(error).__name__}"
+        return isinstance(error, KEY_REFUSALS), f"{use.master_key_id}: {type(error).__name__}"
 
 
 def _request(use: UsedKey) -> UnwrapRequest | None:
@@ -558,7 +565,7 @@ class _Report:
             yield _listed(True, "Columns that are encrypted in some files and plaintext in others.", mixed)
         for name, reader in self._readers.items():
             if reader.unreachable is not None:
-                text = f"The KMS of configuration {name} could not be reached: what it reads is unknown."
+                text = f"The KMS of configuration {name} did not answer: what it reads is unknown."
                 yield Remark(True, text, 1, (str(reader.unreachable),))
         for column, group in self._plaintext_columns.items():
             yield group.remark(f"Column {column} is plaintext in encrypted files.", is_problem=False)

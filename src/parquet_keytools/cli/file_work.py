@@ -51,6 +51,9 @@ _SMALL_BYTES = 4 << 20
 _SMALL_FILES_AT_A_TIME = 4
 
 _Numbered = tuple[int, PlannedFile]
+
+SALVAGED = "salvaged"
+"""Salvaging has no --skip-existing: nothing shows that a result is complete."""
 """A file, and its position in the plan."""
 
 
@@ -112,9 +115,10 @@ def convert_files(
                 work.run()
         except (KeyboardInterrupt, WorkerProcessEndedError):
             if plan.source_is_folder:
+                skips = "" if participle == SALVAGED else "Continue with --skip-existing, or "
                 say(
                     f"{len(work.results):,} of {number_of(len(plan.files), 'file')} were {participle} before "
-                    "this. Continue with --skip-existing, or do all of them again with --overwrite."
+                    f"this. {skips}{'do' if skips else 'Do'} all of them again with --overwrite."
                 )
             raise
     if json_wanted():
@@ -258,9 +262,10 @@ def _tell(work: _Work, participle: str, seconds: float, *, unauthenticated: bool
         failed.add(unseen.path, f"could not be checked: {error_text(unseen.error)}")
     failed.print()
     if not_attempted := work.not_attempted:
+        option = "--overwrite" if participle == SALVAGED else "--skip-existing"
         say(
             f"Not attempted: {len(not_attempted):,} of {number_of(len(plan.files), 'file')}, because they would "
-            f"fail, too. Solve the problem, then repeat the command with --skip-existing{again('--skip-existing')}"
+            f"fail, too. Solve the problem, then repeat the command with {option}{again(option)}"
         )
     written = [result for result in results if not result.skipped]
     if copied := sum(result.copied for result in written):
@@ -295,7 +300,7 @@ def salvage_files(
         return results[-1]
 
     try:
-        convert_files(sources, target, "salvaged", convert, overwrite=overwrite)
+        convert_files(sources, target, SALVAGED, convert, overwrite=overwrite)
     finally:
         for result in results:
             _say_missing(result)

@@ -119,8 +119,8 @@ def size_text(size_bytes: float) -> str:
 def again(*more: str) -> str:
     """Return how to repeat this command with more arguments, as the end of a sentence."""
     arguments = _arguments.get()
-    # A URI may contain credentials.
-    if not arguments or any("@" in text and "://" in text for text in arguments):
+    # A URI may contain credentials, before its host or in its query.
+    if not arguments or any("://" in text and ("@" in text or "?" in text) for text in arguments):
         return "."
     added = [option for option in more if not any(text.startswith(option) for text in arguments)]
     command = ["parquet-keytools", *arguments, *added]

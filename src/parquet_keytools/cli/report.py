@@ -75,7 +75,8 @@ def report_command(
     """Report which column is under which key, and who reads it.
 
     The exit status is 0 only if the report has no problem: the files conform, none is plaintext, and all keys are
-    proven. Column access is measured with the keys of the files, not read from configurations or policies.
+    proven. With --no-verify, nothing is looked for in hidden folders and under names that readers skip. Column
+    access is measured with the keys of the files, not read from configurations or policies.
     """
     from parquet_keytools.keytools import Keytools
     from parquet_keytools.protection_report import make_report
@@ -115,8 +116,9 @@ def report_command(
         print_json(report.to_dict())
     else:
         _show(report)
-    if report.failures and len(report.failures) == len(report.files):
-        raise typer.Exit(status_of_all(report.failures))
+    status = status_of_all(report.failures)
+    if report.failures and status is not ExitStatus.NO:
+        raise typer.Exit(status)
     if report.has_problems:
         raise typer.Exit(ExitStatus.NO)
 

@@ -485,8 +485,10 @@ def _is_encrypted(location: FileLocation) -> bool:
 
 
 _PLAINTEXT_PARQUET = "a plaintext Parquet file"
-_ENCRYPTED_MAGIC = (MAGIC_ENCRYPTED_FOOTER, b"AGS1")
-"""Parquet with an encrypted footer, and streams of encrypted Iceberg tables."""
+_STREAM_MAGIC = b"AGS1"
+"""Streams of encrypted Iceberg tables; the length of a block follows."""
+_MOST_BLOCK_BYTES = 64 * 1024**2
+"""Four characters of text are a larger number. Iceberg writes 1 MiB."""
 _DATA_MAGIC = {b"Obj\x01": "Avro", b"ORC": "ORC", b"ARROW1": "Arrow"}
 _DATA_ENDINGS = {
     "Arrow": ("arrow", "arrows", "feather", "ipc"),
@@ -517,7 +519,9 @@ def _plaintext_kind(location: FileLocation) -> str | None:
         envelope = _visible_of(location)
         is_plaintext = envelope is None or envelope.mode is FooterMode.UNENCRYPTED
         return _PLAINTEXT_PARQUET if is_plaintext else None
-    if start.startswith(_ENCRYPTED_MAGIC):
+    # Text may begin with these letters.
+    is_stream = start.startswith(_STREAM_MAGIC) and 0 < int.from_bytes(start[4:8], "little") <= _MOST_BLOCK_BYTES
+    if is_stream or (start.startswith(MAGIC_ENCRYPTED_FOOTER) and _is_encrypted(location)):
         return None
     for magic, kind in _DATA_MAGIC.items():
         if start.startswith(magic):

@@ -84,8 +84,9 @@ def encrypt_file(
 ) -> FileResult:
     """Encrypt a plaintext file; see `Keytools.encrypt_file`."""
     refuse_same_file(source, target)
+    opens_source = partial(_decided_contents, keys, table_name)
     opens_target = partial(encrypted_contents, keys, table_name=table_name)
-    is_same = partial(_same, source, target, plaintext_contents, opens_target)
+    is_same = partial(_same, source, target, opens_source, opens_target)
     if skip_existing == "unauthenticated":
         is_same = partial(_shows_the_same, keys, source, target, table_name)
     if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite):
@@ -291,6 +292,16 @@ def plaintext_contents(location: FileLocation) -> Contents:
         return Contents(read_footer(source, None), {})
 
 
+def _decided_contents(keys: KeyService, table_name: str | None, location: FileLocation) -> Contents:
+    """Read the footer of a plaintext file whose columns the table decides about, as it must to be encrypted.
+
+    An encrypted form from before may have columns in plaintext that the table no longer lists.
+    """
+    contents = plaintext_contents(location)
+    keys.policy(table_name, [leaf.path for leaf in contents.footer.leaves])
+    return contents
+
+
 def encrypted_contents(
     keys: KeyService,
     location: FileLocation,
@@ -371,7 +382,7 @@ def _shows_the_same(keys: KeyService, source: FileLocation, target: FileLocation
     The comparison covers algorithm, AAD prefix and the footer's master key; with a plaintext footer also schema,
     rows, and which column is under which key. Nothing is authenticated: anyone may have written the target.
     """
-    footer = plaintext_contents(source).footer
+    footer = _decided_contents(keys, table_name, source).footer
     check, retriever = keys.table_check(table_name), FileKeyRetriever(keys.kms_keys(), keys.data_keys, target)
     assert check is not None
     try:

@@ -6,10 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from parquet_keytools.config.key_policy import HOW_TO_DECIDE, undecided_columns
 from parquet_keytools.encryption import file_encryptor
-from parquet_keytools.encryption.protection import FooterMode
-from parquet_keytools.errors import AlreadyEncryptedError, KeytoolsError, OutputError, StorageFailedError
-from parquet_keytools.files.conversion import encrypted_contents, policy_of
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
+from parquet_keytools.errors import (
+    AlreadyEncryptedError,
+    ConfigurationError,
+    KeytoolsError,
+    OutputError,
+    StorageFailedError,
+)
+from parquet_keytools.files.conversion import Contents, encrypted_contents, policy_of
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.replacement import NewKeyMaterial, replacement
 from parquet_keytools.files.table_check import names_in_folders
@@ -66,7 +73,7 @@ class _Encrypting:
         tail, envelope = read_tail(location)
         if envelope.mode is not FooterMode.UNENCRYPTED:
             # As an earlier run leaves it. Any other encrypted file is an error.
-            encrypted_contents(self._keys, location, self._request.table_name)
+            self._refuse_undecided(location, encrypted_contents(self._keys, location, self._request.table_name))
             return FileRotation(str(location), RotationOutcome.ALREADY_ENCRYPTED)
 
         def check() -> None:
@@ -110,6 +117,22 @@ class _Encrypting:
             old_size_bytes=tail.size_bytes,
             new_size_bytes=size_bytes,
         )
+
+    def _refuse_undecided(self, location: FileLocation, contents: Contents) -> None:
+        """Refuse a file from before with plaintext columns that the table does not decide about."""
+        name, settings = self._keys.configuration.select_table(self._request.table_name)
+        undecided = set(undecided_columns(settings, [column.path for column in contents.footer.columns]))
+        names = [
+            ".".join(column.path)
+            for column in contents.footer.columns
+            if column.path in undecided and column.encryption is ColumnEncryption.PLAINTEXT
+        ]
+        if names:
+            raise ConfigurationError(
+                f"{location} is encrypted, but columns are plaintext that table {name!r} does not list: "
+                f"{', '.join(map(repr, names))}.",
+                hint=HOW_TO_DECIDE,
+            )
 
 
 def _refuse_hard_links(location: FileLocation) -> None:

@@ -163,3 +163,19 @@ def test_contradictions_are_refused(run, config: Path, plain: Path, more: list[s
     assert done.exit_code == 2
     assert why in done.stderr
     assert pq.read_table(plain).num_rows == 100
+
+
+def test_a_plaintext_column_that_the_table_no_longer_decides_about_is_an_error(
+    run, config: Path, folder: Path, tmp_path: Path
+) -> None:
+    """After the default of `unlisted_columns` changed, or a column was taken off a list."""
+    settings = config.read_text()
+    assert "    unlisted_columns: plaintext\n" in settings
+    target = tmp_path / "target"
+    assert run("encrypt", folder, target, "--config", config).exit_code == 0
+    config.write_text(settings.replace("    unlisted_columns: plaintext\n", ""))
+    for options in ((folder, target, "--skip-existing"), (folder, target, "--skip-existing=unauthenticated")):
+        done = run("encrypt", *options, "--config", config)
+        assert done.exit_code != 0 and "does not say how to protect" in done.stderr
+    done = run("encrypt", target, "--in-place", "--config", config)
+    assert done.exit_code != 0 and "columns are plaintext that table 'people' does not list" in done.stderr

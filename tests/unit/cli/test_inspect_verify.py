@@ -211,6 +211,8 @@ def test_verify_a_folder(run, config: Path, encrypted: Path, plain: Path) -> Non
         ("_tmp/part-0", None, "plaintext-passed-over"),
         (".hidden/people", None, "plaintext-passed-over"),
         ("people.csv", b"id,name\n1,Ada\n", "other-data"),
+        ("_tmp/parents.csv", b"PARENT_ID,NAME\n1,Ada\n", "other-data"),
+        ("_tmp/streams.csv", b"AGS1,NAME\n1,Ada\n", "other-data"),
         ("_tmp/people.JSON.gz", b"\x1f\x8b1", "other-data"),
         (".hidden/0", b"Obj\x01avro", "other-data"),
         ("_people.orc", b"ORC", "other-data"),

@@ -463,7 +463,10 @@ def test_one_process_is_enough_for_few_files(
     ):
         assert run(*command, "--config", config).exit_code == 0
     assert run("encrypt", many, tmp_path / "o", "--config", config, "--processes", 1).exit_code == 0
-    assert json.loads(run("verify", tmp_path / "o", "--config", config, "--json").stdout)["verdict"] == "conforms, with weaknesses"
+    assert (
+        json.loads(run("verify", tmp_path / "o", "--config", config, "--json").stdout)["verdict"]
+        == "conforms, with weaknesses"
+    )
 
 
 def test_a_killed_process_ends_verify(run, config: Path, many: Path, tmp_path: Path) -> None:
