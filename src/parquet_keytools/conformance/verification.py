@@ -199,7 +199,12 @@ class MemberVerifier:
         """Unwrap the keys of files with two requests to the KMS. The files are verified afterwards, one by one.
 
         A file that cannot be opened has its keys unwrapped when it is verified: it must not hold up the others.
+        The audit log names the folder, since one request is for several files.
         """
+        with audit.about(locations[0] if len(locations) == 1 or self._folder is None else self._folder):
+            self._unwrap_together(locations)
+
+    def _unwrap_together(self, locations: Sequence[FileLocation]) -> None:
         keys, kms_keys = self._keys, self._kms_keys
         if keys is None or keys.kms is None or kms_keys is None or kms_keys.unavailable is not None:
             return
@@ -218,8 +223,8 @@ class MemberVerifier:
         except (KeytoolsError, OSError, UnicodeError):
             if len(locations) > 1:
                 half = len(locations) // 2
-                self.prepare(locations[:half])
-                self.prepare(locations[half:])
+                self._unwrap_together(locations[:half])
+                self._unwrap_together(locations[half:])
             return
         kms_keys.fetch(material for file in opened for material in file.column_materials())
 
