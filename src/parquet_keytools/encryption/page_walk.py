@@ -113,7 +113,7 @@ class PageFlaw(Enum):
     NOT_AUTHENTIC = "the header does not authenticate"
     MODULE_LENGTH = "the length field of the header does not fit"
     HEADER = "the header is not the Thrift structure of a page header"
-    TYPE = "the type of the page is not that of its module"
+    TYPE = "the type of the page does not fit its module"
     CHUNK_SIZE = "the page goes on after its chunk"
     TOO_MANY = "there are more pages than ordinals"
 
@@ -448,7 +448,7 @@ def read_encrypted_header(
             raise reader.header_place(likelier).not_authentic() from None
     facts = read_page_header(plaintext, 0)
     if (facts[0] == _DICTIONARY_PAGE) != (candidate == NO_PAGE_ORDINAL):
-        raise _HeaderError("its page type is not that of its module.", PageFlaw.TYPE)
+        raise _HeaderError("its page type does not fit its module.", PageFlaw.TYPE)
     if facts[1] < reader.page_framing:
         raise _HeaderError(f"an encrypted page of {facts.page_length} bytes is too short.")
     return facts, module

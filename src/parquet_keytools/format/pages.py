@@ -102,7 +102,7 @@ def _usual_header(data: bytes | bytearray | memoryview, offset: int) -> PageHead
 
 
 _I32_FOLLOWS = 0x15
-"""Header of an I32 whose id is one more than that of the field before."""
+"""Header of an I32 whose id is one more than the id of the field before."""
 
 
 def _any_header(data: bytes | bytearray | memoryview, offset: int) -> PageHeaderFacts:
@@ -182,7 +182,7 @@ _IS_COMPRESSED, _IS_NOT_COMPRESSED = 0x11, 0x12
 `is_sorted` of a dictionary page is such a field, too."""
 
 _STRUCT_FOLLOWS = 0x1C
-"""Header of a struct whose id is one more than that of the field before."""
+"""Header of a struct whose id is one more than the id of the field before."""
 
 
 def read_page_contents(facts: PageHeaderFacts) -> PageContents:

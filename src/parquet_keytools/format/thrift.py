@@ -653,7 +653,7 @@ _FIELD_HEADERS = tuple(bytes((header,)) for header in range(256))
 
 
 def _field_header(delta: int, field_id: int, wire_type: WireType) -> bytes:
-    """Return what comes before the value of a field whose id is `delta` more than that of the field before."""
+    """Return what comes before the value of a field whose id is `delta` more than the id of the field before."""
     if 0 < delta <= 15:
         return _FIELD_HEADERS[delta << 4 | wire_type]
     return _FIELD_HEADERS[wire_type] + write_value(WireType.I16, field_id)

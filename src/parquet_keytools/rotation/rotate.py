@@ -607,7 +607,7 @@ class _Batch:
             return
         if work.tasks and plan.other_kms and staying:
             raise OutputError(
-                f"{path}: some of its keys would move to the other KMS, and some stay: nobody could read it.",
+                f"{path}: some keys would move to the other KMS and some would stay: no reader could open it.",
                 hint="Do not select keys.",
             )
         if plan.other_kms and len({held.reference is None for held, _ in work.tasks.values()}) > 1:

@@ -147,7 +147,7 @@ def test_a_page_has_the_aad_of_its_ordinal_alone(place: ModulePlace) -> None:
     [(DICTIONARY, ModulePlace(DATA_HEADER, 0, 0, 0)), (DATA, ModulePlace(DICTIONARY_HEADER, 0, 0))],
 )
 def test_a_page_has_the_type_of_its_module(page_type: int, place: ModulePlace) -> None:
-    with pytest.raises(ParquetFormatError, match="its page type is not that of its module"):
+    with pytest.raises(ParquetFormatError, match="its page type does not fit its module"):
         walked(*sealed((page_type, place)))
 
 
