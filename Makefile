@@ -65,7 +65,7 @@ SKIPPED := $(VENV)/skipped.txt
 CHECKS := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy --platform linux && $(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin src && $(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 src
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test java coverage check soak mutants mutation docs lock vectors bench clean
+.PHONY: help demo test programs coverage check soak mutants mutation docs lock vectors bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,7 +73,7 @@ help: ## Say what there is
 demo: $(DEMO_INSTALLED) ## Encrypt 336,776 flights and read them back; files go to ./demo, or FOLDER=...
 	@$(BIN)/parquet-keytools demo --folder "$(FOLDER)"
 
-test: $(TEST_INSTALLED) java ## All tests, linters, types; SPARK=no leaves Spark out, VERSIONS=newest or lowest the lock
+test: $(TEST_INSTALLED) programs ## All tests, linters, types; SPARK=no leaves Spark out, VERSIONS=newest or lowest the lock
 	@if [ -n "$$PARQUET_TEST_DATA" ]; then echo "Test data: $$PARQUET_TEST_DATA"; \
 	else echo "PARQUET_TEST_DATA is not set: tests on the public Parquet files are skipped."; fi
 ifeq ($(VERSIONS),lowest)
@@ -88,15 +88,18 @@ else
 	wait $$CHECK || STATUS=1; cat $(VENV)/check.log $(SKIPPED); exit $$STATUS
 endif
 
-# Spark needs it. Where it cannot be installed here, the tests stop and say what to install.
-java:
-	@[ "$(SPARK)" = no ] || [ $(VERSIONS) = lowest ] || command -v java >/dev/null || \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "Installing openjdk-17-jre-headless ..."; \
-		apt-get update -qq && apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless >/dev/null || true; \
+# Spark needs Java, the tests of PKCS#11 a token in software, and the report a browser that opens it. Where Java cannot be
+# installed here, the tests stop and say what to install; without the others, their tests are skipped with a reason.
+programs:
+	@[ $(VERSIONS) != lowest ] || exit 0; \
+	PACKAGES="$$([ "$(SPARK)" = no ] || command -v java >/dev/null || echo openjdk-17-jre-headless) \
+		$$(command -v softhsm2-util >/dev/null || echo softhsm2) $$(command -v chromium >/dev/null || echo chromium)"; \
+	if [ -n "$$(echo $$PACKAGES)" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing $$(echo $$PACKAGES) ..."; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends $$PACKAGES >/dev/null || true; \
 	fi
 
-coverage: $(TEST_INSTALLED) java ## Lines and branches that the tests reach; fails below 92 %. Slow before Python 3.14
+coverage: $(TEST_INSTALLED) programs ## Lines and branches that the tests reach; fails below 92 %. Slow before Python 3.14
 	$(BIN)/python -m pytest --cov --cov-report=term-missing $(PYTEST_ARGUMENTS)
 
 check: $(TEST_INSTALLED) ## Linters and types
