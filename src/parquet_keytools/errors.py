@@ -377,6 +377,10 @@ class KeyMaterialError(ParquetFormatError):
     """Key metadata or key material is not valid."""
 
 
+class FileListError(KeytoolsError):
+    """A list of files is not authentic or not valid, or the files of a folder are not those of the list."""
+
+
 class VisibleMetadataError(KeytoolsError):
     """A plaintext footer would show metadata that may hold values of encrypted columns."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 
@@ -14,6 +15,7 @@ from parquet_keytools.config.key_policy import MasterKeyReference, hash_key_refe
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration, HashKeySettings
 from parquet_keytools.conformance import verification
+from parquet_keytools.conformance.file_list import ListKeeper, Lists, updated_list
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.errors import ConfigurationError, KmsResponseInvalidError, value_or_raise
@@ -26,7 +28,7 @@ from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.rotation import in_place_encryption, rekeying
 from parquet_keytools.rotation.data_set_run import OnFile, RunOptions
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
-from parquet_keytools.rotation.report import RotationReport
+from parquet_keytools.rotation.report import FileRotation, RotationReport
 from parquet_keytools.rotation.rewrapper import same_master_key
 from parquet_keytools.rotation.rotate import Rewrapping, master_key_id, plan_rotation, prefix_of, rotate_data_set
 from parquet_keytools.runtime.presentation import Summarised, install_hint
@@ -927,6 +929,9 @@ class Keytools(Summarised):
         aad_prefix: str | bytes | None = None,
         part_count: int | None = None,
         allow_plaintext: Sequence[str] = (),
+        expect: PathLike | FileLocation | None = None,
+        record: PathLike | FileLocation | None = None,
+        list_key: str | None = None,
         filesystem: Any = None,
         on_progress: Callable[[FileReport], None] | None = None,
     ) -> DataSetReport:
@@ -938,13 +943,27 @@ class Keytools(Summarised):
             aad_prefix: The AAD prefix that every file must have.
             part_count: The number of parts that there must be, numbered from 0; None if it is not known.
             allow_plaintext: Globs of paths within the folder of accepted plaintext files; `*` matches `/`, too.
+            expect: A list that `record` wrote: each encrypted file must be in it, unchanged, and no other may be
+                missing. A path or URI outside the folder.
+            record: Where to write a list of the encrypted files, if they conform.
+            list_key: The master key of the lists; None for the footer key of the table. Anyone who may unwrap
+                keys with it can forge a list.
             filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the report of each file.
 
         Raises:
-            OSError: The folder cannot be read.
+            FileListError: The list is not valid or not authentic.
+            OSError: The folder or the list cannot be read.
         """
         location = FileLocation.resolve(folder, filesystem)
+        lists = None
+        if expect is not None or record is not None:
+            lists = Lists(
+                ListKeeper(self._keys, table_name, list_key),
+                location,
+                None if expect is None else FileLocation.resolve(expect),
+                None if record is None else FileLocation.resolve(record),
+            )
         return verification.verify_folder(
             self._keys,
             location,
@@ -952,6 +971,7 @@ class Keytools(Summarised):
             aad_prefix,
             part_count=part_count,
             allow_plaintext=allow_plaintext,
+            lists=lists,
             on_progress=on_progress,
         )
 
@@ -973,6 +993,8 @@ class Keytools(Summarised):
         keep_results: bool = True,
         on_file: OnFile | None = None,
         follow_links: bool = False,
+        update_list: PathLike | FileLocation | None = None,
+        list_key: str | None = None,
     ) -> RotationReport:
         """Re-wrap the keys of a file, or of all files under a folder. Their data stays as it is.
 
@@ -1003,9 +1025,13 @@ class Keytools(Summarised):
             on_file: Called with the outcome of each file.
             follow_links: Whether to change files outside `path` that links lead to. If not, the report lists each
                 of them as failed.
+            update_list: A list that `verify_folder` recorded: the files are compared with it first, and a new
+                list replaces it afterwards.
+            list_key: The master key of the list; None for the footer key of the table.
 
         Raises:
             ConfigurationError: The configuration has no KMS, or the moves are not possible.
+            FileListError: The list is not authentic, or the files are not those of the list.
             KmsError: A new master key does not exist, or is disabled.
             FileNotFoundError: The file or folder does not exist.
             NoParquetFilesError: The folder has no Parquet files.
@@ -1023,11 +1049,34 @@ class Keytools(Summarised):
             table_name=table_name,
             aad_prefix=aad_prefix,
         )
-        return rotate_data_set(
-            FileLocation.resolve(path, filesystem),
-            Rewrapping(self._keys, plan, new_kms),
-            RunOptions(keep_results=keep_results, on_file=on_file, follow_links=follow_links),
-        )
+        location = FileLocation.resolve(path, filesystem)
+        after = to if isinstance(to, Keytools) else self
+        with self._updated_list(None if dry_run else update_list, location, after, table_name, list_key):
+            return rotate_data_set(
+                location,
+                Rewrapping(self._keys, plan, new_kms),
+                RunOptions(keep_results=keep_results, on_file=on_file, follow_links=follow_links),
+            )
+
+    @contextmanager
+    def _updated_list(
+        self,
+        update_list: PathLike | FileLocation | None,
+        folder: FileLocation,
+        after: Keytools,
+        table_name: str | None,
+        list_key: str | None,
+        new_table_name: str | None = None,
+        rekeyed: Collection[str] = (),
+    ) -> Iterator[None]:
+        """Update a list of files, if there is one, after a `with` block; see `file_list.updated_list`."""
+        if update_list is None:
+            yield
+            return
+        before = ListKeeper(self._keys, table_name, list_key)
+        keeper = ListKeeper(after._keys, new_table_name or table_name, list_key)
+        with updated_list(FileLocation.resolve(update_list), folder, before, keeper, rekeyed):
+            yield
 
     def encrypt_in_place(
         self,
@@ -1081,6 +1130,8 @@ class Keytools(Summarised):
         on_file: OnFile | None = None,
         on_progress: conversion.Progress | None = None,
         follow_links: bool = False,
+        update_list: PathLike | FileLocation | None = None,
+        list_key: str | None = None,
     ) -> RotationReport:
         """Encrypt a file, or all files under a folder, with new data keys, in place.
 
@@ -1102,15 +1153,27 @@ class Keytools(Summarised):
             on_progress: Called with the number of bytes after each write, from any thread.
             follow_links: Whether to change files outside `path` that links lead to. If not, the report lists each
                 of them as failed.
+            update_list: As with `rotate`. After SIGKILL, the list does not fit the files that already have new
+                keys: verify them, and record a new list.
+            list_key: The master key of the list; None for the footer key of the table.
 
         Raises:
             FileNotFoundError: The file or folder does not exist.
             ConfigurationError: The table does not exist.
+            FileListError: The list is not authentic, or the files are not those of the list.
             KeytoolsError: The file failed. For a folder, the report lists files that failed.
         """
         is_other = new_keytools is not None
         # A KEK that leaked may be in the cache.
         self.clear_caches()
+        rekeyed: set[str] = set()
+
+        def on_file_done(file: FileRotation) -> None:
+            if file.error is None:
+                rekeyed.add(file.path)
+            if on_file is not None:
+                on_file(file)
+
         request = rekeying.RekeyRequest(
             table_name=table_name,
             new_table_name=new_table_name or (None if is_other else table_name),
@@ -1118,13 +1181,13 @@ class Keytools(Summarised):
             as_before=new_table_name in (None, table_name) and not is_other,
             verify=verify,
             keep_results=keep_results,
-            on_file=on_file,
+            on_file=on_file_done,
             on_progress=on_progress,
             follow_links=follow_links,
         )
-        return rekeying.rekey_data_set(
-            self._keys, (new_keytools or self)._keys, FileLocation.resolve(path, filesystem), request
-        )
+        location, after = FileLocation.resolve(path, filesystem), new_keytools or self
+        with self._updated_list(update_list, location, after, table_name, list_key, new_table_name, rekeyed):
+            return rekeying.rekey_data_set(self._keys, after._keys, location, request)
 
     # --- keys in use ---
 

@@ -17,6 +17,7 @@ from parquet_keytools.cli.options import (
     CONFIG_VARIABLE,
     AadPrefixOption,
     JsonOption,
+    ListKeyOption,
     PartsOption,
     PathsArgument,
     ProcessesOption,
@@ -301,6 +302,18 @@ AllowPlaintextOption = Annotated[
         help="Accept plaintext files of a folder whose path within it this glob matches; may be repeated.",
     ),
 ]
+ExpectOption = Annotated[
+    str | None,
+    typer.Option(
+        "--expect", metavar="LIST", help="Compare the files of a folder with this list, which --record wrote."
+    ),
+]
+RecordOption = Annotated[
+    str | None,
+    typer.Option(
+        "--record", metavar="LIST", help="Write an authenticated list of the files of a folder, if they conform."
+    ),
+]
 VerifyStrictOption = Annotated[bool, typer.Option("--strict", help="Exit with 1 for weaknesses, too.")]
 
 
@@ -312,6 +325,9 @@ def verify_command(
     aad_prefix: AadPrefixOption = None,
     parts: PartsOption = None,
     allow_plaintext: AllowPlaintextOption = None,
+    expect: ExpectOption = None,
+    record: RecordOption = None,
+    list_key: ListKeyOption = None,
     strict: VerifyStrictOption = False,
     processes: ProcessesOption = None,
 ) -> None:
@@ -337,6 +353,9 @@ def verify_command(
         raise typer.BadParameter("parts are files of a folder, and PATH is one file.")
     if allow_plaintext and kind == "File":
         raise typer.BadParameter("--allow-plaintext is for files of a folder, and PATH is one file.")
+    for option, value in (("--expect", expect), ("--record", record)):
+        if value and (kind == "File" or config is None):
+            raise typer.BadParameter(f"{option} needs --config and a folder.")
     if kind == "NotFound":
         raise FileNotFoundError(errno.ENOENT, "no such file or folder", paths[0])
     with contextlib.ExitStack() as stack:
@@ -346,7 +365,9 @@ def verify_command(
             keytools = stack.enter_context(Keytools.from_yaml(config))
             if table is not None:
                 keytools.configuration.select_table(table)
-            verify_folder = partial(keytools.verify_folder, table_name=table)
+            verify_folder = partial(
+                keytools.verify_folder, table_name=table, expect=expect, record=record, list_key=list_key
+            )
             verify_file = partial(keytools.verify_file, table_name=table)
         if kind == "Directory":
             with progress_bar() as progress, command_line_processes(processes):
@@ -362,6 +383,12 @@ def verify_command(
                 say(
                     f"Not attempted: {number_of(len(data_set.not_attempted), 'file')}, because the KMS "
                     f"cannot be reached. When it can, repeat the command{again()}"
+                )
+            if record is not None:
+                say(
+                    f"Recorded in {record}."
+                    if data_set.conforms
+                    else f"Not recorded in {record}: see the verdict."
                 )
             verdict, kms_is_unavailable = data_set.verdict, data_set.kms_is_unavailable
         else:

@@ -15,6 +15,7 @@ from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
     FollowLinksOption,
+    ListKeyOption,
     OverwriteOption,
     ProcessesOption,
     ReportOptions,
@@ -24,6 +25,7 @@ from parquet_keytools.cli.options import (
     SourcesArgument,
     TableOption,
     TargetArgument,
+    UpdateListOption,
     locations_of,
     open_keytools,
     with_options,
@@ -214,6 +216,8 @@ def rekey_command(
     in_place: InPlaceOption = False,
     verify: VerifyOption = None,
     follow_links: FollowLinksOption = False,
+    update_list: UpdateListOption = None,
+    list_key: ListKeyOption = None,
     processes: ProcessesOption = None,
 ) -> None:
     """Encrypt encrypted files with new data keys.
@@ -231,6 +235,8 @@ def rekey_command(
     if not in_place and (verify is not None or follow_links):
         option = "--follow-links" if follow_links else "--verify"
         raise typer.BadParameter("this works with --in-place only.", param_hint=option)
+    if not in_place and update_list is not None:
+        raise typer.BadParameter("this works with --in-place only.", param_hint="--update-list")
     if not in_place and target is None:
         raise typer.BadParameter("a file or folder to write is needed, or --in-place.", param_hint="DST")
 
@@ -252,6 +258,8 @@ def rekey_command(
                         aad_prefix=aad_prefix,
                         verify=verify is not False,
                         follow_links=follow_links,
+                        update_list=update_list,
+                        list_key=list_key,
                     ),
                     locations_of([source], "SRC"),
                     "Repeat the command: it starts with the first file.",

@@ -167,6 +167,24 @@ FollowLinksOption = Annotated[
     ),
 ]
 
+UpdateListOption = Annotated[
+    str | None,
+    typer.Option(
+        "--update-list",
+        metavar="LIST",
+        help="Compare the files with this list of `verify --record` first, and replace the list afterwards.",
+    ),
+]
+ListKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--list-key",
+        metavar="KEY",
+        help="The master key that authenticates lists. Default: the footer key of the table.",
+        show_default=False,
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:

@@ -394,7 +394,12 @@ def status_of(error: Exception) -> ExitStatus:
         case errors.KmsError():
             return ExitStatus.KMS_FAILED
         # The same status for a file that was named and for a file in a folder.
-        case errors.ParquetFormatError() | errors.DecryptionError() | errors.TableMismatchError():
+        case (
+            errors.ParquetFormatError()
+            | errors.DecryptionError()
+            | errors.TableMismatchError()
+            | errors.FileListError()
+        ):
             return ExitStatus.NO
         case errors.IncompleteDataSetError() | errors.ReusedKeysError() | errors.WorkerProcessEndedError():
             return ExitStatus.NO

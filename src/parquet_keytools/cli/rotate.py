@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from parquet_keytools.cli.options import PathsArgument, RotationOptions, locations_of, open_keytools, with_options
+from parquet_keytools.cli.options import (
+    ListKeyOption,
+    PathsArgument,
+    RotationOptions,
+    UpdateListOption,
+    locations_of,
+    open_keytools,
+    with_options,
+)
 from parquet_keytools.cli.output import (
     FilesDocument,
     Messages,
@@ -36,7 +44,12 @@ _MOST_SHARED_SHOWN = 5
 
 
 @with_options(RotationOptions)
-def rotate_command(paths: PathsArgument, options: RotationOptions) -> None:
+def rotate_command(
+    paths: PathsArgument,
+    options: RotationOptions,
+    update_list: UpdateListOption = None,
+    list_key: ListKeyOption = None,
+) -> None:
     """Re-wrap the keys of files; their data stays as it is.
 
     The keys are re-wrapped under the current version of their master keys, or under other master keys. After an
@@ -56,7 +69,14 @@ def rotate_command(paths: PathsArgument, options: RotationOptions) -> None:
                 progress.count(file)
                 run.add(file)
 
-            report = keytools.rotate(location, keep_results=False, on_file=on_file, **arguments)
+            report = keytools.rotate(
+                location,
+                keep_results=False,
+                on_file=on_file,
+                update_list=update_list,
+                list_key=list_key,
+                **arguments,
+            )
             run.end(report, is_rotation=True)
     run.show_rotation(report)
     _exit_with(report)

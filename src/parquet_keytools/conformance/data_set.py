@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -159,6 +159,7 @@ def check_data_set(
     nonces: SharedNonces,
     *,
     part_count: int | None = None,
+    check_list: Callable[[RuleBook], None] | None = None,
 ) -> tuple[RuleResult, ...]:
     """Check the rules of a data set.
 
@@ -167,6 +168,7 @@ def check_data_set(
         surroundings: What else is in the folder.
         nonces: Those of all its files.
         part_count: How many parts there must be, numbered from 0; None where that is not known.
+        check_list: Compares the files with a list; None without one.
     """
     book = RuleBook([Scope.DATA_SET])
     encrypted = [member for member in members if member.facts.is_encrypted]
@@ -186,6 +188,8 @@ def check_data_set(
         book.broken("part-missing", f"{name} is the key material of a missing file.")
     _check_listed(members, surroundings, book)
     _check_columns(members, book)
+    if check_list is not None:
+        check_list(book)
     return book.results()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -61,6 +62,24 @@ _FILE_IS_LOST = Damage(file_is_lost=True)
 
 
 @dataclass(frozen=True)
+class FileEnd:
+    """What tells one state of a file from another.
+
+    Attributes:
+        size_bytes: Length of the file.
+        footer_sha256: SHA-256, in hexadecimal, of the bytes from the footer's start to the end of the file.
+    """
+
+    size_bytes: int
+    footer_sha256: str
+
+    @classmethod
+    def of(cls, footer_offset: int, tail: bytes) -> FileEnd:
+        """Return the end of a file from its footer's offset and the bytes from there on."""
+        return cls(footer_offset + len(tail), hashlib.sha256(tail).hexdigest())
+
+
+@dataclass(frozen=True)
 class FileFacts:
     """What a data set is checked by.
 
@@ -71,6 +90,7 @@ class FileFacts:
         nonces: The nonces of all modules that were found, or of the part that was asked for.
         unknown: Why not all of its DEKs and nonces are known; None where they are.
         uses_material_file: Whether it refers to the key material file beside it, which is key material.
+        end: Size and footer; None where no footer was found.
     """
 
     aad_prefix: bytes | None = None
@@ -81,6 +101,7 @@ class FileFacts:
     nonces: FileNonces | None = None
     unknown: str | None = None
     uses_material_file: bool = False
+    end: FileEnd | None = None
 
     @property
     def is_encrypted(self) -> bool:
@@ -176,6 +197,7 @@ class _FileVerifier:
             nonces=self._nonces,
             unknown=next(iter(report.result("nonce-reuse").reasons), None),
             uses_material_file=self._keys.uses_material_file,
+            end=None if envelope is None else FileEnd.of(envelope.footer_offset, envelope.tail),
         )
         return report, facts
 

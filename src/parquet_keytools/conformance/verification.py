@@ -18,6 +18,7 @@ from parquet_keytools.conformance.file_keys import (
     fingerprint_key,
     use_fingerprint_key,
 )
+from parquet_keytools.conformance.file_list import FileList, Lists
 from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
 from parquet_keytools.conformance.footer_rules import check_envelope, plaintext_metadata
 from parquet_keytools.conformance.inspection import Inspection, inspect_source
@@ -126,9 +127,11 @@ def verify_folder(
     *,
     part_count: int | None = None,
     allow_plaintext: Sequence[str] = (),
+    lists: Lists | None = None,
     on_progress: Progress | None = None,
 ) -> DataSetReport:
     """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
+    expected = lists.expected() if lists is not None else None
     found = sorted(
         data_set(folder, into_passed_over=True, with_key_material=True), key=lambda entry: entry.location.path
     )
@@ -157,7 +160,7 @@ def verify_folder(
         members.append(Member(name, replace(facts, nonces=None)))
         if on_progress is not None:
             on_progress(report)
-    return folder_report(
+    data_set_report = folder_report(
         folder,
         reports,
         members,
@@ -167,7 +170,11 @@ def verify_folder(
         part_count=part_count,
         not_attempted=not_attempted,
         allow_plaintext=allow_plaintext,
+        expected=expected,
     )
+    if lists is not None:
+        lists.record(data_set_report, members)
+    return data_set_report
 
 
 class MemberVerifier:
@@ -369,9 +376,11 @@ def folder_report(
     part_count: int | None = None,
     not_attempted: Sequence[str] = (),
     allow_plaintext: Sequence[str] = (),
+    expected: FileList | None = None,
 ) -> DataSetReport:
     """Check what was found in the files of a folder, wherever that was, and what else is in it."""
     unreadable = [_unreadable(entry.path, entry.reason) for entry in unseen]
+    unknown = [FileLocation.resolve(path).path_within(folder) for path in not_attempted]
     return DataSetReport(
         str(folder),
         (*reports, *unreadable),
@@ -380,6 +389,7 @@ def folder_report(
             _surroundings(folder, members, left_out, allow_plaintext),
             nonces,
             part_count=part_count,
+            check_list=None if expected is None else partial(expected.check, members, unknown),
         ),
         {left.path: left.reason for left in left_out if left.reason is not LeftOutReason.KEY_MATERIAL_BESIDE},
         tuple(not_attempted),

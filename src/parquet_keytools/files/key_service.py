@@ -28,7 +28,7 @@ from parquet_keytools.encryption.aad import (
 )
 from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
-from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.errors import ConfigurationError, value_or_raise
 from parquet_keytools.files.denied_columns import with_digests
 from parquet_keytools.files.opened_file import (
     FileIdentities,
@@ -42,7 +42,15 @@ from parquet_keytools.format.file_layout import accept_footers_up_to
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
-from parquet_keytools.keys.key_wrapping import DataKeys, DekToWrap, KeyUnwrapper, KeyWrapper, KmsKeys, Wrapping
+from parquet_keytools.keys.key_wrapping import (
+    DataKeys,
+    DekToWrap,
+    KeyUnwrapper,
+    KeyWrapper,
+    KmsKeys,
+    Wrapping,
+    decode_master_key_id,
+)
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.runtime.presentation import warn_caller
@@ -232,6 +240,53 @@ class KeyService:
         """Return the keys of one operation, which may know some of them."""
         return KmsKeys(self._unwrapper, self.configuration.reading.cache_lifetime_seconds, known)
 
+    def master_key_id(self, name: str) -> str:
+        """Return the identifier of a master key.
+
+        Raises:
+            ConfigurationError: The name is unknown, or is of a data key.
+        """
+        reference = resolve_key(self.configuration, name)
+        if not isinstance(reference, MasterKeyReference):
+            raise ConfigurationError(
+                f"{name!r} is a data key, and only a master key can wrap the key of a list.",
+                hint="Name a master key.",
+            )
+        return reference.master_key_id
+
+    def is_under(self, material: KeyMaterial, name: str) -> bool:
+        """Return whether key material says that a master key wraps its key."""
+        return decode_master_key_id(material.master_key_id) == self.master_key_id(name)
+
+    def new_wrapped_key(self, name: str) -> tuple[SecretBytes, KeyMaterial]:
+        """Return a new key of 256 bits, and its key material under a master key, which wraps it directly.
+
+        Raises:
+            KmsError: The key cannot be wrapped.
+        """
+        assert self._wrapper is not None
+        key = SecretBytes.random(256)
+        to_wrap = DekToWrap(key, self.master_key_id(name), is_footer_key=True)
+        wrapping = Wrapping(
+            double_wrapping=False,
+            kek_length_bits=256,
+            cache_lifetime_seconds=0,
+            kms_instance_id=self._kms_instance_id,
+        )
+        return key, self._wrapper.wrap([to_wrap], wrapping)[0]
+
+    def unwrap_key(self, material: KeyMaterial) -> SecretBytes:
+        """Return the key of key material.
+
+        Raises:
+            KeytoolsError: It is unavailable.
+        """
+        return value_or_raise(self.kms_keys().deks([material])[0])
+
+    @property
+    def _kms_instance_id(self) -> str:
+        return self.configuration.kms.instance_id if self.configuration.kms else "DEFAULT"
+
     def _prefixes_of_some_table(self, location: FileLocation, stored: bytes | None) -> list[str]:
         """Return the prefix of the table that a file seems to belong to, or of all tables if each has one."""
         rendered = [
@@ -401,12 +456,11 @@ class KeyService:
         return metadata, {references[position]: material for position, material in materials.items()}
 
     def _wrapping(self, table: TableSettings) -> Wrapping:
-        kms_settings = self.configuration.kms
         return Wrapping(
             double_wrapping=table.double_wrapping,
             kek_length_bits=table.effective_kek_length_bits,
             cache_lifetime_seconds=table.cache_lifetime_seconds,
-            kms_instance_id=kms_settings.instance_id if kms_settings else "DEFAULT",
+            kms_instance_id=self._kms_instance_id,
         )
 
 
