@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from parquet_keytools import Keytools
+from parquet_keytools.config.labels import no_field_labels
 from parquet_keytools.encryption import file_encryptor
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.format.structs import Aes, FileCryptoMetaData, FileMetaData
@@ -44,7 +45,7 @@ def write(
     table = data() if table is None else table
     pq.write_table(table, plain, row_group_size=10)
     location = FileLocation.resolve(path)
-    policy = tools._keys.policy(table_name, [(name,) for name in table.column_names])
+    policy = tools._keys.policy(table_name, [(name,) for name in table.column_names], no_field_labels)
     new = tools._keys.new_file_keys(policy, location)
     encryption = replace(new.encryption, aad_prefix=prefix, aad_file_unique=unique)
     sink = MemorySink()

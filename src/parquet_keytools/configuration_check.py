@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from parquet_keytools.config.key_policy import ColumnPath, MasterKeyReference, resolve_columns, resolve_key
+from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.aad import ExpectedAadPrefix, expected_aad_prefix
-from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope, read_footer
+from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope, read_footer
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import (
     KeyNotAvailableError,
@@ -19,8 +20,8 @@ from parquet_keytools.errors import (
     KmsResponseInvalidError,
     WrappedKeyInvalidError,
 )
+from parquet_keytools.files.field_labels import labels_of_footer
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
 from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteKmsSettings
@@ -79,12 +80,16 @@ class ColumnCheck:
         kind: `plaintext`, `footer_key` or `column_key`.
         key_name: Name of the key; None for plaintext.
         master_key_id: Identifier of the master key; None for plaintext and data keys.
+        class_name: The class of the label that decides; None without one.
+        label_place: Where the label was found; None without one.
     """
 
     dotted_path: str
     kind: str
     key_name: str | None
     master_key_id: str | None
+    class_name: str | None = None
+    label_place: str | None = None
 
 
 def named_master_keys(configuration: Configuration) -> dict[str, str]:
@@ -223,38 +228,47 @@ def check_columns(
         KeytoolsError: The footer cannot be read.
     """
     name, _ = configuration.select_table(table_name)
-    columns = resolve_columns(configuration, name, leaf_paths(configuration, file, name, aad_prefix, kms))
+    leaf_paths, field_labels = schema_of(configuration, file, name, aad_prefix, kms)
+    columns = resolve_columns(configuration, name, leaf_paths, field_labels=field_labels)
     master_keys = named_master_keys(configuration)
     return [
-        ColumnCheck(".".join(path), key.kind, key.key_name, master_keys.get(key.key_name or ""))
+        ColumnCheck(
+            ".".join(path),
+            key.kind,
+            key.key_name,
+            master_keys.get(key.key_name or ""),
+            None if key.label is None else key.label.class_name,
+            None if key.label is None else key.label.place,
+        )
         for path, key in columns.items()
     ]
 
 
-def leaf_paths(
+def schema_of(
     configuration: Configuration,
     file: FileLocation,
     table_name: str,
     aad_prefix: str | bytes | None,
     kms: KmsClient | None,
-) -> list[ColumnPath]:
-    """Return the paths of the leaf columns of a Parquet file; arguments and errors as with `check_columns`."""
+) -> tuple[list[ColumnPath], FieldLabels]:
+    """Return the leaf columns of a Parquet file, and the labels of its fields; see `check_columns`."""
     with open_source(file) as source:
-        return [leaf.path for leaf in _leaves(configuration, file, source, table_name, aad_prefix, kms)]
+        footer = _footer(configuration, file, source, table_name, aad_prefix, kms)
+    return [leaf.path for leaf in footer.leaves], labels_of_footer(footer)
 
 
-def _leaves(
+def _footer(
     configuration: Configuration,
     file: FileLocation,
     source: ByteSource,
     table_name: str,
     aad_prefix: str | bytes | None,
     kms: KmsClient | None,
-) -> tuple[LeafColumn, ...]:
+) -> Footer:
     envelope = read_envelope(source)
     visible = envelope.unverified_footer()
     if visible is not None:
-        return visible.leaves
+        return visible
     assert envelope.mode is FooterMode.ENCRYPTED_FOOTER
     if kms is None and configuration.kms is not None:
         raise KeyNotAvailableError(
@@ -264,7 +278,7 @@ def _leaves(
     without_metadata = configuration.reading.keys_without_metadata
     data_keys = DataKeys(configuration.data_keys, without_metadata.footer, without_metadata.columns)
     retriever = FileKeyRetriever(KmsKeys(KeyUnwrapper(kms, time.monotonic), 0), data_keys, file)
-    return read_footer(source, retriever, _prefix(configuration, envelope, file, table_name, aad_prefix)).leaves
+    return read_footer(source, retriever, _prefix(configuration, envelope, file, table_name, aad_prefix))
 
 
 def _prefix(

@@ -649,6 +649,7 @@ class Keytools(Summarised):
                 `partition_by`.
             UnsupportedBySparkError: Spark's writer does not support what the table asks for.
         """
+        from parquet_keytools.files.field_labels import labels_of_spark
         from parquet_keytools.spark.table_options import spark_leaf_paths, table_options
 
         if self._keys.given_kms:
@@ -656,7 +657,8 @@ class Keytools(Summarised):
                 "a KMS client that was passed in cannot be sent to Spark's executors.",
                 hint="Describe the KMS under `kms:` in the configuration instead.",
             )
-        return table_options(self._keys, table_name, spark_leaf_paths(schema), partition_by)
+        labels = partial(labels_of_spark, schema.jsonValue())
+        return table_options(self._keys, table_name, spark_leaf_paths(schema), partition_by, labels)
 
     def spark_read_options(self, table_name: str | None = None) -> dict[str, str]:
         """Return the options with which Spark reads files of a table, and refuses other files.

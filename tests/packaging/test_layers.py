@@ -64,7 +64,8 @@ LAYERS: dict[str, set[str]] = {
     # what fsspec finds by the entry point
     "fsspec_chain": {"errors", "keytools"},
     # what the command line needs beyond the facade
-    "configuration_check": GROUND | {"format", "storage", "encryption", "kms", "keys", "config"},
+    "configuration_check": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
+    "policy_changes": GROUND | {"config"},
     "__init__": {"errors", "secret_bytes", "kms", "config", "keytools"},
     # an example script that the command line runs
     "demo": {"__init__", "errors", "kms", "runtime"},
@@ -82,6 +83,7 @@ LAYERS: dict[str, set[str]] = {
         "spark",
         "iceberg",
         "configuration_check",
+        "policy_changes",
         "serve",
         "demo",
         "protection_report",
@@ -93,12 +95,14 @@ OUTSIDE: dict[str, list[str]] = {
     # package, or part of it -> the source files that may import it; the longest name decides
     "boto3": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
     "botocore": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
+    "dbt_artifacts_parser": ["config/labels.py"],
     "filelock": ["runtime/operating_system.py"],
     "fsspec": ["fsspec_chain.py", "storage/locations.py", "view/*.py"],
     "google": ["kms/gcp/*.py"],
     "grpc": ["kms/gcp/*.py"],
     "mfusepy": ["serve/fuse_mount.py"],
     "polars": ["tables/reading.py"],
+    "open_data_contract_standard": ["config/labels.py"],
     "opentelemetry": ["telemetry.py"],
     "requests": ["kms/vault/*.py"],
     "urllib3": ["kms/vault/*.py"],

@@ -1,4 +1,7 @@
-"""docs/recipes/serve-to-other-languages.md: the server of the page, read by DuckDB, dbt-duckdb and JavaScript."""
+"""docs/recipes/serve-to-other-languages.md: the server of the page, read by DuckDB, dbt-duckdb and JavaScript.
+
+And docs/labels.md with a manifest that dbt itself writes.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,11 @@ from pathlib import Path
 
 import pytest
 from recipe_pages import blocks, installed, run_blocks
+from typer.testing import CliRunner
+
+from parquet_keytools import Keytools
+from parquet_keytools.cli import app
+from parquet_keytools.errors import ConfigurationError
 
 PAGE = "serve-to-other-languages"
 HTTPFS = ("duckdb==1.4.4", "duckdb-ext-httpfs==1.4.4.20260205")
@@ -94,3 +102,70 @@ def test_javascript(served: Path) -> None:
     if done.returncode:
         pytest.skip("npm does not offer hyparquet here: JavaScript does not read what `serve` shows")
     assert run(["node", "flights.mjs"], served, dict(os.environ)) == "3 N14228\n"
+
+
+# --- labels ---
+
+MODEL = "{{ config(materialized='table') }}\nselect 1 as id, 'a@b' as email, '4' as card\n"
+PROJECT = "name: shop\nversion: '1.0'\nprofile: shop\nmodel-paths: [models]\n"
+PROFILE = "shop: {target: dev, outputs: {dev: {type: duckdb, path: shop.duckdb}}}\n"
+SCHEMA = """\
+version: 2
+models:
+  - name: customers
+    columns:
+      - name: id
+        config: {tags: [public]}
+      - name: email
+        config: {meta: {class: pii}}
+      - name: card
+        config: {meta: {class: pii}}
+"""
+CONFIGURATION = """\
+version: 1
+kms: {type: in_memory, keys: [footer, pii, pci]}
+classes: {pii: {key: pii}, payment: {key: pci}, public: plaintext}
+tables:
+  customers: {footer_key: footer, labels_from: [dbt: target/manifest.json]}
+"""
+
+
+def test_labels_of_a_dbt_project_that_change_between_two_builds(programs: Path, tmp_path: Path) -> None:
+    variables = home(programs.parent) | {"DBT_SEND_ANONYMOUS_USAGE_STATS": "false"}
+    files = {"dbt_project.yml": PROJECT, "profiles.yml": PROFILE, "models/customers.sql": MODEL}
+    for name, text in {**files, "keytools.yaml": CONFIGURATION, "models/schema.yml": SCHEMA}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def build(schema: str) -> dict[str, str | None]:
+        """Build the project, export the model, and return the key of each of its columns."""
+        (tmp_path / "models" / "schema.yml").write_text(schema)
+        run([programs / "dbt", "run", "--profiles-dir", "."], tmp_path, variables)
+        code = (
+            "import duckdb\n"
+            "with duckdb.connect('shop.duckdb') as connection:\n"
+            "    connection.sql(\"copy customers to 'plain.parquet'\")\n"
+        )
+        run([programs / "python", "-c", code], tmp_path, variables)
+        with Keytools.from_yaml(tmp_path / "keytools.yaml") as keytools:
+            keytools.encrypt_file(tmp_path / "plain.parquet", tmp_path / "customers.parquet", overwrite=True)
+            columns = keytools.inspect_file(tmp_path / "customers.parquet").columns
+        return {column.path: column.key and column.key.name for column in columns}
+
+    assert build(SCHEMA) == {"id": None, "email": "pii", "card": "pii"}
+    shutil.copytree(tmp_path, tmp_path.with_name("old"))
+    assert build(SCHEMA.replace("- name: card\n        config: {meta: {class: pii}}",
+                                "- name: card\n        config: {meta: {class: payment}}")) == {
+        "id": None, "email": "pii", "card": "pci"
+    }  # fmt: skip
+    # A label that someone removes.
+    with pytest.raises(ConfigurationError, match="'email'"):
+        build(SCHEMA.replace("        config: {meta: {class: pii}}\n", "", 1))
+    changed = SCHEMA.replace("- name: email\n        config: {meta: {class: pii}}",
+                             "- name: email\n        config: {meta: {class: public}}")  # fmt: skip
+    assert build(changed)["email"] is None
+    config, old = tmp_path / "keytools.yaml", tmp_path.with_name("old") / "keytools.yaml"
+    done = CliRunner().invoke(app, ["check", str(config), "--against", str(old), "--json"])
+    assert done.exit_code == 1
+    weaker = [change for change in json.loads(done.stdout)["changes"] if change["is_weaker"]]
+    assert [(change["what"], change["place"]) for change in weaker] == [("email", "public by models/schema.yml:7")]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pipeline_program
+import spark_labels_program
 import spark_overwrites
 import spark_prefixes_program
 import spark_program
@@ -19,6 +20,7 @@ KINDS = {
     "bridge": spark_program.main,
     "pipelines": pipeline_program.main,
     "read": pipeline_program.read,
+    "labels": spark_labels_program.main,
     "prefixes": spark_prefixes_program.main,
     "overwrites": lambda sessions, arguments: spark_overwrites.main(sessions, CLIENTS, arguments),
     "ways": lambda sessions, arguments: spark_ways.main(sessions, CLIENTS, arguments),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shlex
+import warnings
 from contextlib import nullcontext
 from enum import Enum
 from functools import partial
@@ -49,6 +51,7 @@ from parquet_keytools.cli.output import (
 from parquet_keytools.runtime.presentation import expanded, printable
 
 if TYPE_CHECKING:
+    from parquet_keytools.config.settings import Configuration
     from parquet_keytools.conformance.inspection import Inspection
 
 ConfigsArgument = Annotated[
@@ -73,7 +76,24 @@ OfflineOption = Annotated[bool, typer.Option("--offline", help="Do not call the 
 AgainstOption = Annotated[
     str | None,
     typer.Option(
-        "--against", metavar="FILE", help="Show which key each column of this Parquet file gets: its path or URI."
+        "--against",
+        metavar="FILE",
+        help="Show which key each column of this Parquet file gets: its path or URI. Of a configuration (.yaml, "
+        ".yml): show what changed since.",
+    ),
+]
+SinceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--since",
+        metavar="REV",
+        help="Show what changed since this revision of git, in configuration and labels.",
+    ),
+]
+AllowWeakerOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-weaker", metavar="COLUMN", help="Let this column (or TABLE.COLUMN) lose protection. Repeatable."
     ),
 ]
 AgainstPrefixOption = Annotated[
@@ -99,6 +119,8 @@ def check_command(
     table: TableOption = None,
     aad_prefix: AgainstPrefixOption = None,
     role: RoleOption = None,
+    since: SinceOption = None,
+    allow_weaker: AllowWeakerOption = None,
     strict: StrictOption = False,
     schema: SchemaOption = False,
     as_json: JsonOption = False,
@@ -107,7 +129,8 @@ def check_command(
     """Check configurations and their master keys.
 
     The KMS wraps and unwraps a test key with each master key of a configuration, or does only what a role needs.
-    With several configurations, all are checked, and the exit status is the highest of theirs.
+    With several configurations, all are checked, and the exit status is the highest of theirs. Compared with an
+    earlier configuration, columns that lose protection are a mistake.
     """
     if schema:
         from parquet_keytools.config.settings import configuration_json_schema
@@ -123,7 +146,12 @@ def check_command(
     statuses: list[ExitStatus] = []
     for config in configs:
         try:
-            status, document = _check(config, offline, against, table, aad_prefix, role, strict)
+            old = _old_configuration(config, against, since)
+            file = None if old is not None and since is None else against
+            status, document = _check(config, offline, file, table, aad_prefix, role, strict)
+            if old is not None:
+                is_weaker, document["changes"] = _compare(config, old, file, table, aad_prefix, allow_weaker or [])
+                status = max(status, ExitStatus.NO) if is_weaker else status
         except (KeytoolsError, OSError) as error:
             if len(configs) == 1:
                 raise
@@ -135,6 +163,62 @@ def check_command(
         print_json(documents[0] if len(documents) == 1 else {"configurations": documents})
     if max(statuses) is not ExitStatus.DONE:
         raise typer.Exit(max(statuses))
+
+
+def _old_configuration(config: Path, against: str | None, since: str | None) -> Configuration | None:
+    """Return the configuration to compare with; None if there is none."""
+    from parquet_keytools.config.loader import load_configuration
+    from parquet_keytools.policy_changes import configuration_at
+
+    with warnings.catch_warnings():
+        # It is not this configuration that is checked.
+        warnings.simplefilter("ignore")
+        if since is not None:
+            return configuration_at(config, since)
+        if against is not None and against.lower().endswith((".yaml", ".yml")):
+            return load_configuration(against)
+    return None
+
+
+def _compare(
+    config: Path,
+    old: Configuration,
+    against: str | None,
+    table: str | None,
+    aad_prefix: str | None,
+    allowed: list[str],
+) -> tuple[bool, list[dict[str, Any]]]:
+    """Print what changed, and return whether something lost protection, and the changes for JSON."""
+    from parquet_keytools.config.loader import load_configuration
+    from parquet_keytools.configuration_check import schema_of
+    from parquet_keytools.keytools import Keytools
+    from parquet_keytools.policy_changes import policy_changes, refuse_weaker
+
+    with warnings.catch_warnings():
+        # They are shown once.
+        warnings.simplefilter("ignore")
+        configuration = load_configuration(config)
+    if against is None:
+        changes = policy_changes(old, configuration, table_name=table)
+    else:
+        name, _ = configuration.select_table(table)
+        with Keytools(configuration) as keytools:
+            file = location_of(against, "--against")
+            leaves, labels = schema_of(configuration, file, name, aad_prefix, keytools.kms)
+        changes = policy_changes(old, configuration, leaves, name, labels)
+    if changes:
+        headings = ["table", "column", "before", "now", "label"]
+        rows = [(change.table, change.what, change.before, change.after, change.place) for change in changes]
+        print_table("What changed", headings, rows)
+    else:
+        answer("No column is protected in another way than before.")
+    weaker = refuse_weaker(changes, allowed)
+    for change in weaker:
+        say(
+            f"{change.table}.{change.what} loses protection: {change.before} before, {change.after} now. "
+            f"If that is meant: --allow-weaker {shlex.quote(f'{change.table}.{change.what}')}"
+        )
+    return bool(weaker), [to_dict(change) for change in changes]
 
 
 def _check(
@@ -184,10 +268,15 @@ def _check(
         ],
     }
     if columns is not None:
+        with_labels = any(column.class_name is not None for column in columns)
         print_table(
             f"Columns of {file}",
-            ["column", "kind", "key", "master key"],
-            [(column.dotted_path, column.kind, column.key_name, column.master_key_id) for column in columns],
+            ["column", "kind", "key", "master key", *(["class", "label"] if with_labels else [])],
+            [
+                (column.dotted_path, column.kind, column.key_name, column.master_key_id)
+                + ((column.class_name, column.label_place) if with_labels else ())
+                for column in columns
+            ],
         )
         if plaintext := [column.dotted_path for column in columns if column.kind == "plaintext"]:
             answer(f"In plaintext: {number_of(len(plaintext), 'column')}: {printable(', '.join(plaintext))}")

@@ -44,6 +44,7 @@ from parquet_keytools.cli.output import (
     print_json,
     print_table,
 )
+from parquet_keytools.config.labels import FieldLabels, no_field_labels
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -273,26 +274,27 @@ def _table_options(
     try:
         refuse_generated_keys(keys.kms)
         leaves: list[ColumnPath] = []
+        labels: FieldLabels = no_field_labels
         if ddl is not None:
             leaves = _leaves_of_ddl(ddl)
         elif schema_from is not None:
-            leaves = _leaves_of_file(keys, table, schema_from)
+            leaves, labels = _schema_of_file(keys, table, schema_from)
             # A file of a partitioned table does not have them.
             leaves += [(name,) for name in partition_by if (name,) not in leaves]
-        return table_options(keys, table, leaves, partition_by)
+        return table_options(keys, table, leaves, partition_by, labels)
     finally:
         if keys.kms is not None:
             keys.kms.close()
 
 
-def _leaves_of_file(keys: KeyService, table: str | None, path: str) -> list[ColumnPath]:
-    from parquet_keytools.configuration_check import leaf_paths
+def _schema_of_file(keys: KeyService, table: str | None, path: str) -> tuple[list[ColumnPath], FieldLabels]:
+    from parquet_keytools.configuration_check import schema_of
     from parquet_keytools.storage.walk import ParquetFile, data_set
 
     name, _ = keys.configuration.select_table(table)
     for entry in data_set(location_of(path, "--schema-from")):
         if isinstance(entry, ParquetFile):
-            return leaf_paths(keys.configuration, entry.location, name, None, keys.kms)
+            return schema_of(keys.configuration, entry.location, name, None, keys.kms)
     raise typer.BadParameter("no Parquet file there can be read.", param_hint="--schema-from")
 
 

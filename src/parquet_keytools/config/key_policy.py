@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from typing import Literal
 
 from parquet_keytools.config.document import MOST_REPORTED, Mistake, YamlPath, did_you_mean, one_of
+from parquet_keytools.config.labels import FieldLabels, Label, no_field_labels
 from parquet_keytools.config.settings import Configuration, TableSettings
 
 
@@ -85,8 +86,13 @@ def check_key_names(configuration: Configuration, known_master_key_ids: frozense
         mistakes.append(Mistake(("data_keys", name), "a master key in the KMS has this name too."))
     for name, hash_key in configuration.hash_keys.items():
         mistakes += _checked_use(configuration, known, ("hash_keys", name, "master_key"), hash_key.master_key)
+    for class_name, found in configuration.classes.items():
+        if found.key is not None:
+            mistakes += _checked_use(configuration, known, ("classes", class_name, "key"), found.key)
     for table_name, table in configuration.tables.items():
         for path, name in table.key_names():
+            if path[0] == "labels_from":
+                continue  # Its class has it.
             mistakes += _checked_use(configuration, known, ("tables", table_name, *path), name)
         mistakes += _without_effect(configuration, table_name, table)
     if mistakes:
@@ -170,6 +176,10 @@ ColumnPath = tuple[str, ...]
 WILDCARD = re.compile(r"[*?]")
 """The characters that make a pattern of `column_keys` a glob."""
 
+HOW_TO_LABEL = (
+    "Label each where the data is modelled, or list it under a key in column_keys, or in plaintext_columns."
+)
+
 HOW_TO_DECIDE = (
     "List each under a key in column_keys, or in plaintext_columns; or set `unlisted_columns: footer_key` or "
     "`unlisted_columns: plaintext`, for these and all later columns."
@@ -187,12 +197,15 @@ class ChosenKey:
     Attributes:
         kind: `plaintext`, `footer_key` (the DEK of the footer), or `column_key` (a separate DEK).
         key_name: Name of the key in the configuration; None for plaintext.
-        is_listed: Whether `column_keys` covers the column, independent of `kind`.
+        is_listed: Whether `column_keys` or a label covers the column, independent of `kind`.
+        label: The label that gives the column its key, or leaves it in plaintext; None if `column_keys` does, or
+            nothing.
     """
 
     kind: Literal["plaintext", "footer_key", "column_key"]
     key_name: str | None
     is_listed: bool = field(default=False, compare=False)
+    label: Label | None = field(default=None, compare=False)
 
 
 def resolve_columns(
@@ -203,6 +216,7 @@ def resolve_columns(
     for_reading: bool = False,
     ignores_case: bool = False,
     may_be_undecided: bool = False,
+    field_labels: FieldLabels = no_field_labels,
 ) -> dict[ColumnPath, ChosenKey]:
     """Return the key of every leaf column of a schema, in the order of `leaf_paths`.
 
@@ -220,10 +234,11 @@ def resolve_columns(
         ignores_case: Whether patterns also cover columns without another key in any case, for readers that ignore
             case.
         may_be_undecided: Whether columns that the table does not decide about are plaintext, and no error.
+        field_labels: The labels that come with the data.
 
     Raises:
-        ConfigurationError: A pattern covers no column, a column has two keys, or the table does not decide about a
-            column; see `undecided_columns`. The error reports all of them.
+        ConfigurationError: A pattern covers no column, a column has two keys or contradicting labels, or the table
+            does not decide about a column; see `undecided_columns`. The error reports all of them.
     """
     _, table = configuration.select_table(table_name)
     if table.unlisted_columns == "footer_key":
@@ -258,19 +273,52 @@ def resolve_columns(
                             f"and {other_key!r} by {other_pattern!r}."
                         )
                         mistakes.append(Mistake(path, message))
-                    keys[leaf] = ChosenKey(
-                        "footer_key" if key_name == shared else "column_key", key_name, is_listed=True
-                    )
+                    keys[leaf] = chosen(key_name)
         return covered_by.keys()
 
-    covered = give_keys(dotted_paths.covered_by, must_cover=not for_reading, spared=())
+    def chosen(key_name: str, label: Label | None = None) -> ChosenKey:
+        kind: Literal["footer_key", "column_key"] = "footer_key" if key_name == shared else "column_key"
+        return ChosenKey(kind, key_name, is_listed=True, label=label)
+
+    def use_labels() -> None:
+        """Give keys to columns that `column_keys` does not list."""
+        path: YamlPath = ("tables", table_name)
+        labels = table.labels
+        plaintext = {leaf for pattern in table.plaintext_columns for leaf in dotted_paths.covered_by(pattern)}
+        of_fields = labels.of_fields(leaf_paths, field_labels, path, mistakes)
+        for leaf in leaf_paths:
+            if leaf in covered:
+                continue
+            label, other = labels.of(leaf), of_fields.get(leaf)
+            if label is not None and other is not None and label.key != other.key:
+                message = f"column {'.'.join(leaf)!r} has contradicting labels: {label.text}, and {other.text}."
+                mistakes.append(Mistake((*path, "labels_from"), message, HOW_TO_LABEL))
+            # The data may strengthen a label, and never weaken it.
+            if label is None or label.key is None:
+                label = other or label
+            default = None if labels.unlabelled is None or leaf in plaintext else labels.unlabelled.key
+            if label is not None:
+                key = label.key
+                keys[leaf] = ChosenKey("plaintext", None, label=label) if key is None else chosen(key, label)
+            elif default is not None:
+                keys[leaf] = chosen(default)
+        if not for_reading:
+            for label in labels.unmatched(leaf_paths):
+                message = f"no column is named {label.column!r}, which has the label {label.text}."
+                hint = did_you_mean(label.column, dotted_paths) or "Columns without a label would be plaintext."
+                mistakes.append(Mistake((*path, "labels_from"), message, hint))
+
+    covered: Collection[ColumnPath] = give_keys(dotted_paths.covered_by, must_cover=not for_reading, spared=())
     if for_reading:
         more = partial(dotted_paths.also_covered_by, ignores_case=ignores_case)
-        give_keys(more, must_cover=False, spared=covered)
+        covered = {*covered, *give_keys(more, must_cover=False, spared=covered)}
+    if table.labels_from:
+        use_labels()
     if not for_reading:
         if not may_be_undecided:
-            mistakes += _undecided(table_name, table, leaf_paths)
-        mistakes += _listed_as_plaintext(table_name, table, dotted_paths, covered)
+            by_label = [leaf for leaf, key in keys.items() if key.label is not None]
+            mistakes += _undecided(table_name, table, leaf_paths, by_label)
+        mistakes += _listed_as_plaintext(table_name, table, dotted_paths, keys)
     if mistakes:
         raise configuration.error_for(mistakes)
     return keys
@@ -293,6 +341,8 @@ def digest_columns(
     for pattern in (pattern for patterns in table.column_keys.values() for pattern in patterns):
         covered.update(dotted_paths.covered_by(pattern))
         covered.update(dotted_paths.also_covered_by(pattern, ignores_case=False))
+    labelled = ((leaf, table.labels.of(leaf)) for leaf in leaf_paths)
+    covered.update(leaf for leaf, label in labelled if label is not None and label.key is not None)
     for pattern in table.shown_columns:
         covered.difference_update(dotted_paths.covered_by(pattern))
     return frozenset(covered)
@@ -300,35 +350,44 @@ def digest_columns(
 
 def undecided_columns(table: TableSettings, leaf_paths: Sequence[ColumnPath]) -> list[ColumnPath]:
     """Return the leaf columns that a table with `unlisted_columns: error` lists nowhere."""
-    if table.unlisted_columns != "error":
+    if table.treats_unlisted != "error":
         return []
     dotted_paths = _DottedPaths(leaf_paths)
     patterns = [*table.plaintext_columns, *chain.from_iterable(table.column_keys.values())]
     listed = {leaf for pattern in patterns for leaf in dotted_paths.covered_by(pattern)}
-    return [leaf for leaf in leaf_paths if leaf not in listed]
+    return [leaf for leaf in leaf_paths if leaf not in listed and table.labels.of(leaf) is None]
 
 
-def _undecided(table_name: str, table: TableSettings, leaf_paths: Sequence[ColumnPath]) -> Iterator[Mistake]:
+def covers(column_keys: Mapping[str, Sequence[str]], column: str) -> bool:
+    """Return whether a pattern of `column_keys` covers a column that a dotted path names."""
+    dotted_paths = _DottedPaths([tuple(column.split("."))])
+    return any(dotted_paths.covered_by(pattern) for patterns in column_keys.values() for pattern in patterns)
+
+
+def _undecided(
+    table_name: str, table: TableSettings, leaf_paths: Sequence[ColumnPath], by_label: Collection[ColumnPath]
+) -> Iterator[Mistake]:
     """Yield one mistake that names all undecided columns."""
-    names = [".".join(leaf) for leaf in undecided_columns(table, leaf_paths)]
+    names = [".".join(leaf) for leaf in undecided_columns(table, leaf_paths) if leaf not in by_label]
     if names:
         shown = ", ".join(map(repr, names[:MOST_REPORTED]))
         more = f" and {len(names) - MOST_REPORTED} more" if len(names) > MOST_REPORTED else ""
         yield Mistake(
-            ("tables", table_name, "unlisted_columns"),
+            ("tables", table_name, "unlabelled" if table.labels_from else "unlisted_columns"),
             f"the table does not say how to protect these columns, so nothing is written: {shown}{more}.",
-            HOW_TO_DECIDE,
+            HOW_TO_LABEL if table.labels_from else HOW_TO_DECIDE,
         )
 
 
 def _listed_as_plaintext(
-    table_name: str, table: TableSettings, dotted_paths: _DottedPaths, covered: Collection[ColumnPath]
+    table_name: str, table: TableSettings, dotted_paths: _DottedPaths, keys: Mapping[ColumnPath, ChosenKey]
 ) -> Iterator[Mistake]:
     """Yield a mistake for each column that has a key and is listed as plaintext."""
     for position, pattern in enumerate(table.plaintext_columns):
         for leaf in dotted_paths.covered_by(pattern):
-            if leaf in covered:
-                message = f"column {'.'.join(leaf)!r} has a key under column_keys and is also listed as plaintext."
+            if (key := keys[leaf]).is_listed:
+                why = f"the label {key.label.text}" if key.label else "a key under column_keys"
+                message = f"column {'.'.join(leaf)!r} has {why} and is also listed as plaintext."
                 yield Mistake(("tables", table_name, "plaintext_columns", position), message)
 
 

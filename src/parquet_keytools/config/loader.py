@@ -9,6 +9,7 @@ import typing
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from parquet_keytools.config.document import (
     read_yaml,
     redacted,
 )
-from parquet_keytools.config.key_policy import check_key_names
+from parquet_keytools.config.key_policy import check_key_names, covers
+from parquet_keytools.config.labels import Labels, read_labels
 from parquet_keytools.config.settings import BROKEN_RULES, Configuration, ConfigurationWarning
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
@@ -205,9 +207,47 @@ def _build(
     # Raised outside the handler, since pydantic's error holds the values, which may be secrets.
     if mistakes or configuration is None:
         raise source.error(mistakes)
-    configuration._source = replace(source, document=redacted(written, configuration.kms))
+    mistakes += _read_labels(configuration, source)
+    if mistakes:
+        raise source.error(mistakes)
+    with_labels = _with_labels(written, configuration)
+    configuration._source = replace(source, document=redacted(with_labels, configuration.kms))
     check_key_names(configuration)
     return configuration
+
+
+def _read_labels(configuration: Configuration, source: DocumentSource) -> Iterator[Mistake]:
+    """Read the labels that tables refer to, and yield the mistakes."""
+    for name, table in configuration.tables.items():
+        if not table.labels_from:
+            continue
+        labels, mistakes = read_labels(
+            table.labels_from, name, source.folder, configuration.classes, partial(covers, table.column_keys)
+        )
+        yield from (replace(mistake, path=("tables", name, *mistake.path)) for mistake in mistakes)
+        field = next((one.arrow.field for one in table.labels_from if one.arrow is not None), None)
+        unlabelled = configuration.classes.get(table.unlabelled or "error")
+        table._labels = Labels(tuple(labels), field, unlabelled, configuration.classes)
+
+
+def _with_labels(document: dict[str, Any], configuration: Configuration) -> dict[str, Any]:
+    """Return a document with the labels that were read, so that other processes need not have the files."""
+    tables = dict(document.get("tables") or {})
+    for name, table in configuration.tables.items():
+        if any(source.kind not in ("arrow", "columns") for source in table.labels_from):
+            labels = table.labels.labels
+            read = {
+                "columns": {_literal(label.column): _literal(label.class_name) for label in labels},
+                "places": {_literal(label.column): _literal(label.place) for label in labels},
+            }
+            arrow = [source for source in tables[name]["labels_from"] if "arrow" in source]
+            tables[name] = {**tables[name], "labels_from": [*arrow, read]}
+    return {**document, "tables": tables} if tables else document
+
+
+def _literal(text: str) -> str:
+    """Return a text in which nothing refers to an environment variable."""
+    return text.replace("${", "$${")
 
 
 def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:

@@ -38,6 +38,7 @@ from parquet_keytools.config.document import (
     one_of,
     yaml_path_text,
 )
+from parquet_keytools.config.labels import Labels
 from parquet_keytools.encryption.aad import BASE64, prefix_bytes
 from parquet_keytools.errors import AadPrefixError, ConfigurationError
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsSettings, StrictSettings
@@ -150,6 +151,70 @@ DeniedColumns = Annotated[
 KeyLength = Annotated[Literal[128, 192, 256], BeforeValidator(_checked_whole_number)]
 
 
+# --- classes and labels ---
+
+
+class ClassSettings(StrictSettings):
+    """How columns with a label are protected: an entry under `classes`."""
+
+    key: KeyName | None = Field(description="Name of the key of these columns; null, or `plaintext`, for none.")
+
+
+def _class_of_text(value: Any) -> Any:
+    return {"key": None} if value == "plaintext" else value
+
+
+Class = Annotated[
+    ClassSettings,
+    BeforeValidator(_class_of_text, json_schema_input_type=ClassSettings | Literal["plaintext"]),
+]
+
+
+class FieldMetadata(StrictSettings):
+    """Where labels are in the metadata of Arrow and Spark fields."""
+
+    field: Text = Field(default="class", description="The name of the metadata entry that holds the label.")
+
+
+_KINDS = ("arrow", "dbt", "contract", "csv", "columns")
+
+
+class LabelSource(StrictSettings):
+    """One place that labels of columns come from: an entry under `labels_from`. It has one kind."""
+
+    arrow: FieldMetadata | None = Field(
+        default=None,
+        description="The metadata of the fields of Arrow and Spark schemas. Such labels give keys to columns, and "
+        "take none away.",
+    )
+    dbt: Text | None = Field(default=None, description="Path of dbt's manifest.json: meta and tags of columns.")
+    contract: Text | None = Field(
+        default=None,
+        description="Path of a contract of the Open Data Contract Standard: classification and tags.",
+    )
+    csv: Text | None = Field(default=None, description="Path of a CSV file with the header `column,class`.")
+    columns: dict[Text, Text] | None = Field(default=None, description="Dotted path of a column -> label.")
+    name: Text | None = Field(
+        default=None, description="Name of the dbt model or of the contract's schema; by default, of the table."
+    )
+    field: Text = Field(default="class", description="The name of the entry of dbt's meta that holds the label.")
+    places: dict[Text, Text] = Field(
+        default={}, description="Dotted path of a column under columns -> where the label was found, for errors."
+    )
+
+    @property
+    def kind(self) -> str:
+        """The one kind that is set."""
+        return next(kind for kind in _KINDS if getattr(self, kind) is not None)
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> LabelSource:
+        kinds = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            raise broken_rules([Mistake((), f"this needs one of {', '.join(_KINDS)}.")])
+        return self
+
+
 # --- tables ---
 
 
@@ -185,6 +250,16 @@ class TableSettings(StrictSettings):
     plaintext_columns: tuple[Text, ...] = Field(
         default=(),
         description="Columns that stay plaintext: dotted paths, parents, or globs.",
+    )
+    labels_from: tuple[LabelSource, ...] = Field(
+        default=(),
+        description="Where labels of columns come from, in the order in which they are consulted; a class under "
+        "classes says what a label means. column_keys overrides labels.",
+    )
+    unlabelled: Text | None = Field(
+        default=None,
+        description="How to treat columns without a label that column_keys does not list: `error`, the default, "
+        "or a class.",
     )
     plaintext_footer: StrictBool = Field(
         default=False,
@@ -229,16 +304,32 @@ class TableSettings(StrictSettings):
         default=600, description="How long KEKs for writing are kept, in seconds; 0 keeps none."
     )
 
+    _labels: Labels = PrivateAttr(default_factory=Labels)
+
+    @property
+    def labels(self) -> Labels:
+        """The labels of the table, which were read when the configuration was loaded."""
+        return self._labels
+
     @property
     def effective_kek_length_bits(self) -> Literal[128, 192, 256]:
         """Length of the KEKs in bits."""
         return self.kek_length_bits or self.data_key_length_bits
+
+    @property
+    def treats_unlisted(self) -> Literal["plaintext", "footer_key", "key", "error"]:
+        """How columns are treated that nothing lists and no label covers; `key` is the key of `unlabelled`."""
+        if self._labels.unlabelled is None:
+            return self.unlisted_columns
+        return "plaintext" if self._labels.unlabelled.key is None else "key"
 
     def key_uses(self) -> Iterator[tuple[YamlPath, str]]:
         """Yield path within the table and name of each key that encrypts new files."""
         yield ("footer_key",), self.footer_key
         for name in self.column_keys:
             yield ("column_keys", name), name
+        for name in self._labels.keys:
+            yield ("labels_from",), name
 
     def key_names(self) -> Iterator[tuple[YamlPath, str]]:
         """Yield path within the table and name of each key for new or existing files."""
@@ -263,6 +354,13 @@ class TableSettings(StrictSettings):
                 mistakes.append(Mistake(("also_trusted", position), f"the key {name!r} is listed twice."))
         if not self.store_aad_prefix and self.aad_prefix is None:
             mistakes.append(Mistake(("store_aad_prefix",), "there is no aad_prefix that could be stored."))
+        if self.unlabelled is not None and not self.labels_from:
+            mistakes.append(Mistake(("unlabelled",), "there are no labels_from."))
+        if self.labels_from and "unlisted_columns" in self.model_fields_set:
+            message = "with labels_from, `unlabelled` says what other columns are."
+            mistakes.append(Mistake(("unlisted_columns",), message, "Set unlabelled to error, or to a class."))
+        if sum(source.arrow is not None for source in self.labels_from) > 1:
+            mistakes.append(Mistake(("labels_from",), "arrow is listed twice."))
         if self.plaintext_columns and self.unlisted_columns != "error":
             message = "plaintext_columns needs `unlisted_columns: error`."
             mistakes.append(Mistake(("plaintext_columns",), message))
@@ -385,6 +483,9 @@ class Configuration(StrictSettings):
     hash_keys: dict[KeyName, HashKeySettings] = Field(
         default={}, description="Name -> secret for digests; tables name it as their hash_key."
     )
+    classes: dict[Text, Class] = Field(
+        default={}, description="Name of a class of columns, which labels name -> its key, or plaintext."
+    )
     tables: dict[Text, TableSettings] = Field(default={}, description="Name of a table -> its settings.")
     reading: ReadingSettings = Field(default=ReadingSettings(), description="Settings for reading files.")
     rotation: RotationSettings = Field(default=RotationSettings(), description="Defaults for rotations.")
@@ -466,9 +567,22 @@ class Configuration(StrictSettings):
             if name not in self.data_keys:
                 hint = did_you_mean(name, self.data_keys)
                 yield Mistake(use, f"no key under data_keys is named {name!r}.", hint)
+        yield from self._impossible_labels()
         yield from self._impossible_digests()
         yield from self._ambiguous_prefixes()
         yield from self._impossible_moves()
+
+    def _impossible_labels(self) -> Iterator[Mistake]:
+        if "error" in self.classes:
+            yield Mistake(("classes", "error"), "no class can have this name, which `unlabelled` gives a meaning.")
+        for name, table in self.tables.items():
+            if table.labels_from and not self.classes:
+                message = "there are no classes, which say what labels mean."
+                yield Mistake(("tables", name, "labels_from"), message, "Describe them under `classes:`.")
+            if table.unlabelled not in (None, "error", *self.classes):
+                message = f"there is no class {table.unlabelled!r}."
+                hint = did_you_mean(str(table.unlabelled), self.classes) or one_of(self.classes)
+                yield Mistake(("tables", name, "unlabelled"), message, hint)
 
     def _impossible_digests(self) -> Iterator[Mistake]:
         for name, hash_key in self.hash_keys.items():
@@ -535,7 +649,7 @@ class Configuration(StrictSettings):
             if table.algorithm == "AES_GCM_CTR_V1":
                 message = "page data is not authenticated: changes to encrypted values go undetected."
                 yield Mistake(("tables", name, "algorithm"), message, "AES_GCM_V1 protects it.")
-            if not table.column_keys and table.unlisted_columns != "footer_key":
+            if not table.column_keys and table.unlisted_columns != "footer_key" and not table.labels_from:
                 what = "nothing is encrypted" if table.plaintext_footer else "only the footer is encrypted"
                 if table.unlisted_columns == "error" and not table.plaintext_columns:
                     what = "no column can be written"

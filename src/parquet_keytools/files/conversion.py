@@ -16,6 +16,7 @@ from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import Footer, read_envelope, read_footer
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, KmsError, OutputError
+from parquet_keytools.files.field_labels import labels_of_footer
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import (
     FileIdentities,
@@ -168,7 +169,8 @@ def rekey_file(
     opened.refuse_denied(None)
     with open_source(source) as opened_source:
         data = as_verified(opened, opened_source)
-        policy = new_keys.policy(new_table_name, [leaf.path for leaf in opened.footer.leaves])
+        leaves = [leaf.path for leaf in opened.footer.leaves]
+        policy = new_keys.policy(new_table_name, leaves, labels_of_footer(opened.footer))
         with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
             encryption, key_material = new_file_encryption(new_keys, policy, target)
             with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
@@ -241,10 +243,11 @@ def policy_of(
 ) -> TablePolicy:
     """Return how a table encrypts a plaintext file; arguments and errors as with `encrypt_pending`."""
     paths = [leaf.path for leaf in footer.leaves]
+    labels = labels_of_footer(footer)
     if names := partition_names(folder_names):
         with_partitions = dict.fromkeys([*paths, *((name,) for name in names)])
-        keys.policy(table_name, list(with_partitions)).check_partition_columns(names)
-    policy = keys.policy(table_name, paths)
+        keys.policy(table_name, list(with_partitions), labels).check_partition_columns(names)
+    policy = keys.policy(table_name, paths, labels)
     policy.refuse_folder_names(folder_names)
     return policy
 
@@ -298,7 +301,8 @@ def _decided_contents(keys: KeyService, table_name: str | None, location: FileLo
     An encrypted form from before may have columns in plaintext that the table no longer lists.
     """
     contents = plaintext_contents(location)
-    keys.policy(table_name, [leaf.path for leaf in contents.footer.leaves])
+    footer = contents.footer
+    keys.policy(table_name, [leaf.path for leaf in footer.leaves], labels_of_footer(footer))
     return contents
 
 

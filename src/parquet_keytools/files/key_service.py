@@ -19,6 +19,7 @@ from parquet_keytools.config.key_policy import (
     resolve_columns,
     resolve_key,
 )
+from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration, TableSettings
 from parquet_keytools.encryption import file_encryption
 from parquet_keytools.encryption.aad import (
@@ -177,8 +178,10 @@ class KeyService:
         if self._wrapper is not None:
             self._wrapper.clear_cache()
 
-    def policy(self, table_name: str | None, leaf_paths: Sequence[ColumnPath]) -> TablePolicy:
-        """Return the policy of a table for a schema with these leaf columns.
+    def policy(
+        self, table_name: str | None, leaf_paths: Sequence[ColumnPath], field_labels: FieldLabels
+    ) -> TablePolicy:
+        """Return the policy of a table for a schema with these leaf columns, and the labels of its fields.
 
         Raises:
             ConfigurationError: The table does not exist, or its patterns do not fit the schema.
@@ -188,7 +191,7 @@ class KeyService:
         return TablePolicy(
             name,
             table,
-            resolve_columns(self.configuration, name, leaf_paths),
+            resolve_columns(self.configuration, name, leaf_paths, field_labels=field_labels),
             {
                 key: reference.master_key_id
                 for key, reference in references.items()

@@ -113,8 +113,11 @@ class TableCheck:
         self._configuration = configuration
         self._ignores_case = ignores_case
         self._algorithm = Algorithm(table.algorithm)
-        self._column_keys, self._unlisted = table.column_keys, table.unlisted_columns
-        self._plaintext_columns = [pattern.replace("[", "[[]") for pattern in table.plaintext_columns]
+        self._unlisted = table.treats_unlisted
+        labels = table.labels.labels
+        self._column_keys = [*table.column_keys.items(), *((one.key, [one.column]) for one in labels if one.key)]
+        plaintext = [*table.plaintext_columns, *(one.column for one in labels if one.key is None)]
+        self._plaintext_columns = [pattern.replace("[", "[[]") for pattern in plaintext]
         self._keys = {name: resolve_key(configuration, name) for _, name in table.key_names()}
         also_trusted = frozenset(self._keys[name] for name in table.also_trusted)
         self._trusted: dict[str, frozenset[KeyReference]] = {}
@@ -164,7 +167,7 @@ class TableCheck:
     @functools.cached_property
     def listed_names(self) -> frozenset[str]:
         """Folded names of columns, and of parents of columns, that `column_keys` lists without globs."""
-        patterns = [pattern for patterns in self._column_keys.values() for pattern in patterns]
+        patterns = [pattern for _, patterns in self._column_keys for pattern in patterns]
         parts = [pattern.split(".") for pattern in patterns]
         names = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
         return frozenset(_folded(name) for name in names if not WILDCARD.search(name))
@@ -207,7 +210,7 @@ class TableCheck:
     def _listed_key(self, name: str) -> str | None:
         """Return the key of a pattern that names a column in another spelling, or a part of it."""
         folded = _folded(name)
-        for key_name, patterns in self._column_keys.items():
+        for key_name, patterns in self._column_keys:
             if any(f"{_folded(pattern)}.".startswith(f"{folded}.") for pattern in patterns):
                 return key_name
         return None

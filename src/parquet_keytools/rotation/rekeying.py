@@ -21,6 +21,7 @@ from parquet_keytools.errors import (
     StorageFailedError,
     value_or_raise,
 )
+from parquet_keytools.files.field_labels import labels_of_footer
 from parquet_keytools.files.key_service import KeyService, NewFileKeys, new_reference_suffix
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
@@ -204,7 +205,8 @@ class _Rekeying:
     def _new_file_keys(self, opened: OpenedFile) -> NewFileKeys:
         """Make the keys of the new file. It keeps its AAD prefix, unless another table was named."""
         location, footer = opened.location, opened.footer
-        policy = self._new_keys.policy(self._request.new_table_name, [leaf.path for leaf in footer.leaves])
+        leaves = [leaf.path for leaf in footer.leaves]
+        policy = self._new_keys.policy(self._request.new_table_name, leaves, labels_of_footer(footer))
         suffix = new_reference_suffix() if existing_key_materials(location) else ""
         new = self._new_keys.new_file_keys(policy, location, suffix)
         is_external = new.key_materials is not None or opened.retriever.key_materials is not None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote_plus, unquote_plus
 
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference
+from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
+from parquet_keytools.files.field_labels import labels_of_spark
 from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, refuse_values_of_folders
 from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
@@ -42,7 +45,11 @@ _HINT = "`parquet-keytools spark encrypt` can: let Spark write plaintext files, 
 
 
 def table_options(
-    keys: KeyService, table_name: str | None, leaves: Sequence[ColumnPath], partition_by: Sequence[str]
+    keys: KeyService,
+    table_name: str | None,
+    leaves: Sequence[ColumnPath],
+    partition_by: Sequence[str],
+    field_labels: FieldLabels,
 ) -> dict[str, str]:
     """Return the options; see `Keytools.spark_options`."""
     partition_by = list_of_names("partition_by", partition_by)
@@ -50,9 +57,9 @@ def table_options(
         unknown = set(partition_by) - {path[0] for path in leaves}
         if unknown:
             raise ConfigurationError(f"the frame has no columns {', '.join(map(repr, sorted(unknown)))}.")
-        keys.policy(table_name, leaves).check_partition_columns(partition_by)
+        keys.policy(table_name, leaves, field_labels).check_partition_columns(partition_by)
     written = [path for path in leaves if path[0] not in partition_by]
-    policy = keys.policy(table_name, written)
+    policy = keys.policy(table_name, written, field_labels)
     reasons = spark_limits(policy)
     if reasons:
         raise UnsupportedBySparkError(reasons, hint=_HINT)
@@ -184,7 +191,8 @@ class WriteRequests:
     """Compares writes with the tables of one configuration; `WriteCheck.java` is the other side.
 
     A request is a JSON object: `table`; `columns`, the paths of the leaf columns that are written; `expected`, the
-    columns that the options of the write were made for; `options`, these options; on the driver also `partitions`,
+    columns that the options of the write were made for; `options`, these options; `schema`, the text of Spark's
+    schema in JSON; on the driver also `partitions`,
     the columns that the write is partitioned by, and `catalog_table`, the name of the table in a catalog. May be
     used by any number of threads.
     """
@@ -211,6 +219,7 @@ class WriteRequests:
         request = json.loads(content)
         name, options = request["table"], request["options"]
         leaves = [tuple(path) for path in request["columns"]]
+        field_labels = partial(labels_of_spark, json.loads(request["schema"]))
         found = {".".join(path) for path in leaves}
         expected = {unquote_plus(column) for column in request["expected"].split(",")}
         partitions = request.get("partitions", [])
@@ -223,19 +232,19 @@ class WriteRequests:
         )
         try:
             wanted = table_options(
-                self._keys, name, [*leaves, *((column,) for column in partitions)], partition_by=partitions
+                self._keys, name, [*leaves, *((column,) for column in partitions)], partitions, field_labels
             )
         except ConfigurationError as error:
             if new or missing:
                 raise ConfigurationError(mismatch, hint=f"First, {error}") from error
             raise
-        policy = self._keys.policy(name, leaves)
+        policy = self._keys.policy(name, leaves, field_labels)
         differing = [option for option in wanted if _differs(option, options, wanted)]
         changed = [option for option in _KEY_OPTIONS if options.get(option, "") != wanted.get(option, "")]
         if _keys_of(options, found & expected) != _keys_of(wanted, found & expected):
             differing += changed
-        # With `unlisted_columns: plaintext`, a readable column takes a decision: new options.
-        undecided = policy.table.unlisted_columns == "plaintext" and any(
+        # Where unlisted columns are plaintext, a readable column takes a decision: new options.
+        undecided = policy.table.treats_unlisted == "plaintext" and any(
             policy.columns[tuple(path)].kind == "plaintext" for path in request["columns"] if ".".join(path) in new
         )
         if missing or undecided:

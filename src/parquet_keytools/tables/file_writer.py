@@ -8,6 +8,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from parquet_keytools.encryption.aad import (
 from parquet_keytools.encryption.file_encryptor import StreamedFile
 from parquet_keytools.errors import FormatLimitError, OutputError
 from parquet_keytools.files.conversion import new_file_encryption
+from parquet_keytools.files.field_labels import labels_of_schema
 from parquet_keytools.files.key_service import TablePolicy
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
 from parquet_keytools.runtime.endings import ExceptionWatch
@@ -105,7 +107,7 @@ class EncryptedParquetWriter:
         paths = arrow_leaf_paths(schema, options)
         # Some versions of Arrow go on after the last ordinal.
         refuse_more_than_ordinals(target, columns=len(paths))
-        policy = encryptor.keys.policy(table_name, paths)
+        policy = encryptor.keys.policy(table_name, paths, partial(labels_of_schema, schema))
         reasons = arrow_limits(policy, options)
         self.result: WriteResult | None = None
         self._target = target

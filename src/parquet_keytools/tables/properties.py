@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ChosenKey, ColumnPath
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, UnsupportedByArrowError, value_or_raise
+from parquet_keytools.files.field_labels import labels_of_schema
 from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.opened_file import OpenedFile, columns_named
 from parquet_keytools.format.file_layout import leaf_columns, read_footer_bytes
@@ -145,7 +147,7 @@ class ArrowEncryptor:
         self, table_name: str | None, schema: pa.Schema, location: FileLocation
     ) -> pq.FileEncryptionProperties:
         """Make encryption properties for a file that the caller writes; see `Keytools.encryption_properties`."""
-        policy = self.keys.policy(table_name, arrow_leaf_paths(schema))
+        policy = self.keys.policy(table_name, arrow_leaf_paths(schema), partial(labels_of_schema, schema))
         with audit.about(location):
             return self.properties_of(policy)
 

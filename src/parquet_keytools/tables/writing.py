@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.aad import refuse_more_than_ordinals
+from parquet_keytools.files.field_labels import labels_of_schema
 from parquet_keytools.storage.local_files import failing_as_output, without_leftovers
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import written_bytes
@@ -213,12 +215,13 @@ def write_dataset(
         schema = data[0].schema if isinstance(data, list) else data.schema
     partitioning, partition_names = _partitioning(partitioning, partitioning_flavor, schema)
     if partition_names:
-        all_columns = keys.policy(table_name, arrow_leaf_paths(schema, write_options))
+        leaves = arrow_leaf_paths(schema, write_options)
+        all_columns = keys.policy(table_name, leaves, partial(labels_of_schema, schema))
         all_columns.check_partition_columns(partition_names)
     schema = pa.schema([field for field in schema if field.name not in partition_names])
     paths = arrow_leaf_paths(schema, write_options)
     refuse_more_than_ordinals(folder, columns=len(paths))
-    policy = keys.policy(table_name, paths)
+    policy = keys.policy(table_name, paths, partial(labels_of_schema, schema))
     policy.refuse_folder_names(partition_names)
     reasons = arrow_limits(policy, write_options)
     if not policy.table.double_wrapping:

@@ -148,7 +148,7 @@ MISTAKES = {
         "version: 1\nqqq: {}\n",
         "qqq",
         2,
-        ["not known", "Known: 'data_keys', 'hash_keys', 'kms'"],
+        ["not known", "Known: 'classes', 'data_keys', 'hash_keys', 'kms'"],
     ),
     "unknown field": (
         TABLE + "    unlisted_colums: footer_key\n",

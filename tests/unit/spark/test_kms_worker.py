@@ -188,7 +188,7 @@ def test_writes_are_compared_with_their_table_and_prove_their_keys(kms: SlowKms,
         "column_keys: {pii: [a]}, unlisted_columns: plaintext}}}"
     )
     options = Keytools.from_yaml(path).spark_options("t", StructType([StructField("a", LongType())]))
-    write = {"table": "t", "expected": "a", "columns": [["a"]], "options": options}
+    write = {"table": "t", "schema": "{}", "expected": "a", "columns": [["a"]], "options": options}
     with worker(kms) as asker:
         before = asker.ask(Operation.CHECK_WRITE, json.dumps(write).encode())
         assert (before.kind, before.content) == (Status.FAILED, b"the worker was given no configuration")

@@ -120,6 +120,7 @@ def check_write(
         "table": "t",
         "expected": options["parquet.keytools.columns"],
         "columns": [[name] for name in columns],
+        "schema": "{}",
         "options": {name: value for name, value in options.items() if name.startswith("parquet.encryption.")},
         **more,
     }
@@ -196,6 +197,7 @@ def test_a_new_column_gets_the_key_that_its_table_says(change: dict[str, Any], k
         "table": "t",
         "expected": options["parquet.keytools.columns"],
         "columns": [["a"], ["b"], ["c"]],
+        "schema": "{}",
         "options": {name: value for name, value in options.items() if name.startswith("parquet.encryption.")},
     }
     found = WriteRequests(KeyService(tables, None, time.monotonic)).check(json.dumps(request).encode())
@@ -234,7 +236,7 @@ def test_statements_quote_what_names_contain() -> None:
     keys = KeyService(
         parse_configuration({"version": 1, "kms": KMS, "tables": {"t": table}}), None, time.monotonic
     )
-    request = {"table": "t", "expected": "a", "columns": [["a"], ["it's \\"]], "options": {}}
+    request = {"table": "t", "expected": "a", "columns": [["a"], ["it's \\"]], "schema": "{}", "options": {}}
     with pytest.raises(ConfigurationError) as caught:
         WriteRequests(keys).check(json.dumps(request | {"catalog_table": "`x`"}).encode())
     assert r"'pii:a,it\'s \\'" in str(caught.value)

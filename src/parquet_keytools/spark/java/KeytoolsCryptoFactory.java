@@ -31,6 +31,7 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
   private static final String PLAINTEXT_READS = "parquet.keytools.plaintext.reads";
   private static final String COLUMNS = "parquet.keytools.columns";
   private static final String TABLE = CheckedFile.TABLE;
+  private static final String SCHEMA = "org.apache.spark.sql.parquet.row.metadata";
   private static final String CTR_FILES = "parquet.keytools.ctr.files";
   private static final String ENCRYPTION = "parquet.encryption.";
   private static final String HINT = "Give the write .options(**keytools.spark_options(table, df.schema))";
@@ -109,6 +110,9 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
         path.add(name);
       }
     }
+    // Its fields carry the labels of columns.
+    Object schema = context.getExtraMetaData().get(SCHEMA);
+    request.put("schema", schema == null ? "{}" : (String) schema);
     ObjectNode options = request.putObject("options");
     for (Object option : configuration.getPropsWithPrefix(ENCRYPTION).entrySet()) {
       Map.Entry entry = (Map.Entry) option;

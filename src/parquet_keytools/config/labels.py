@@ -1,0 +1,435 @@
+"""Labels of columns, from where data is modelled: dbt, data contracts, CSV files, and metadata of fields.
+
+A class under `classes` says how columns with its label are protected. Labels that a configuration refers to are
+read when it is loaded. Labels of Arrow and Spark fields come with the data, so anyone who makes the data chooses
+them: they give keys to columns, and never take one away.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parquet_keytools.config.document import (
+    Mistake,
+    UnreadableYamlError,
+    YamlPath,
+    did_you_mean,
+    one_of,
+    read_yaml,
+)
+from parquet_keytools.runtime.presentation import expanded
+
+if TYPE_CHECKING:
+    from parquet_keytools.config.settings import ClassSettings, LabelSource
+
+_MOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Label:
+    """A label of a column.
+
+    Attributes:
+        column: Dotted path of a leaf column, or of a parent whose children it covers; lists and maps may leave out
+            the names that Parquet adds, such as `list.element`.
+        class_name: Name of the class.
+        key: Name of the class's key; None for plaintext.
+        place: Where it was found: file and line, as far as known.
+    """
+
+    column: str
+    class_name: str
+    key: str | None
+    place: str
+
+    @property
+    def text(self) -> str:
+        """The label and its place, for errors."""
+        return f"{self.class_name!r} by {self.place}"
+
+
+ColumnPath = tuple[str, ...]
+
+FieldLabels = Callable[[str], Mapping[ColumnPath, str]]
+"""Takes the name of the metadata field that holds a label; returns path of each labelled field -> label."""
+
+
+def no_field_labels(field: str) -> Mapping[ColumnPath, str]:
+    """Return no labels: for data whose fields carry no metadata."""
+    return {}
+
+
+# --- which label a column has ---
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of a table that its configuration refers to.
+
+    Attributes:
+        labels: All of them.
+        field: The name of the metadata field that holds labels of Arrow and Spark fields; None without `arrow`.
+        unlabelled: What columns without a label are; None for an error.
+        classes: Name of a class -> the class.
+    """
+
+    labels: tuple[Label, ...] = ()
+    field: str | None = None
+    unlabelled: ClassSettings | None = None
+    classes: Mapping[str, ClassSettings] = dataclasses.field(default_factory=dict)
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the keys that columns may get by labels."""
+        used = [label.key for label in self.labels]
+        if self.unlabelled is not None:
+            used.append(self.unlabelled.key)
+        if self.field is not None:
+            used += [found.key for found in self.classes.values()]
+        return tuple(dict.fromkeys(key for key in used if key is not None))
+
+    @cached_property
+    def _by_column(self) -> dict[str, Label]:
+        found: dict[str, Label] = {}
+        for label in self.labels:
+            found.setdefault(label.column.casefold(), label)
+        return found
+
+    def of(self, leaf: ColumnPath) -> Label | None:
+        """Return the label of a leaf column: its own, or else the nearest parent's. Case is ignored."""
+        if not self.labels:
+            return None
+        for path in (leaf, without_wrappers(leaf)):
+            for length in range(len(path), 0, -1):
+                label = self._by_column.get(".".join(path[:length]).casefold())
+                if label is not None:
+                    return label
+        return None
+
+    def of_fields(
+        self, leaves: Collection[ColumnPath], field_labels: FieldLabels, path: YamlPath, mistakes: list[Mistake]
+    ) -> dict[ColumnPath, Label]:
+        """Return the labels that come with the data and give a column a key.
+
+        Args:
+            leaves: The leaf columns.
+            field_labels: The labels of the fields.
+            path: Place of the table in the configuration.
+            mistakes: Receives labels that are no class.
+        """
+        if self.field is None:
+            return {}
+        by_field: dict[ColumnPath, Label] = {}
+        for field, class_name in field_labels(self.field).items():
+            place = f"the field {'.'.join(field)!r}"
+            found = self.classes.get(class_name)
+            if found is None:
+                mistakes.append(Mistake((*path, "labels_from"), *unknown_class(class_name, place, self.classes)))
+            elif found.key is not None:
+                by_field[field] = Label(".".join(field), class_name, found.key, place)
+        labels = {}
+        for leaf in leaves if by_field else ():
+            names = without_wrappers(leaf)
+            near = [by_field.get(path[:length]) for path in (leaf, names) for length in range(len(path), 0, -1)]
+            label = next((label for label in near if label is not None), None)
+            if label is not None:
+                labels[leaf] = label
+        return labels
+
+    def unmatched(self, leaves: Sequence[ColumnPath]) -> Iterator[Label]:
+        """Yield the labels with a key that no column has, if an unlabelled column would be plaintext.
+
+        The column may have another name now.
+        """
+        if self.unlabelled is None or self.unlabelled.key is not None:
+            return
+        names = {
+            ".".join(path[:length]).casefold()
+            for leaf in leaves
+            for path in (leaf, without_wrappers(leaf))
+            for length in range(1, len(path) + 1)
+        }
+        for label in self._by_column.values():
+            if label.key is not None and label.column.casefold() not in names:
+                yield label
+
+
+_OF_LISTS = frozenset({("list", "element"), ("list", "item"), ("bag", "array_element"), ("list", "array")})
+_OF_MAPS = frozenset({("key_value", "key"), ("key_value", "value"), ("entries", "key"), ("entries", "value")})
+
+
+def without_wrappers(leaf: ColumnPath) -> ColumnPath:
+    """Return the path of a leaf column without the names that Parquet adds to lists and maps."""
+    names: list[str] = []
+    position = 0
+    while position < len(leaf):
+        pair = leaf[position : position + 2]
+        if position and pair in _OF_LISTS:
+            position += 2
+        elif position and pair in _OF_MAPS:
+            position += 1
+        else:
+            names.append(leaf[position])
+            position += 1
+    return tuple(names)
+
+
+def unknown_class(name: str, place: str, classes: Iterable[str]) -> tuple[str, str]:
+    """Return message and hint for a label that is no class."""
+    known = list(classes)
+    return f"{place} has the label {name!r}, and there is no such class.", did_you_mean(name, known) or one_of(
+        known
+    )
+
+
+# --- reading labels ---
+
+
+Lines = Mapping[YamlPath, int]
+
+
+class _Reading:
+    """Reads the labels of one source."""
+
+    def __init__(
+        self, source: LabelSource, table_name: str, folder: Path, classes: Mapping[str, ClassSettings]
+    ) -> None:
+        self.source = source
+        self.name = source.name or table_name
+        self.folder = folder
+        self.classes = classes
+        self.labels: list[Label] = []
+        self.problems: list[tuple[str, str]] = []
+
+    def add(self, column: str, class_name: str, place: str) -> None:
+        """Add a label; one that is no class is a problem."""
+        found = self.classes.get(class_name)
+        if found is None:
+            self.problems.append(unknown_class(class_name, f"column {column!r} in {place}", self.classes))
+        else:
+            self.labels.append(Label(column, class_name, found.key, place))
+
+    def add_tags(self, column: str, tags: Iterable[str], place: str) -> None:
+        """Add the tags that are classes. Others mean something else."""
+        for tag in tags:
+            if tag in self.classes:
+                self.add(column, tag, place)
+
+    def read(self) -> None:
+        source = self.source
+        try:
+            if source.columns is not None:
+                for column, class_name in source.columns.items():
+                    self.add(column, class_name, source.places.get(column, "the configuration"))
+            elif source.csv is not None:
+                self._csv(source.csv)
+            elif source.dbt is not None:
+                self._dbt(source.dbt)
+            elif source.contract is not None:
+                self._contract(source.contract)
+        except OSError as error:
+            self.problems.append((f"the file cannot be read: {error.strerror or type(error).__name__}.", ""))
+        except ImportError as error:
+            extra = "dbt" if source.dbt is not None else "contract"
+            self.problems.append((f"{error.name} is not installed.", f"pip install 'parquet-keytools[{extra}]'"))
+        except _NotValidError as error:
+            self.problems.append((f"{error}.", ""))
+
+    def _content(self, name: str) -> bytes:
+        with (self.folder / expanded(name)).open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise _NotValidError(f"the file is larger than {_MOST_BYTES:,} bytes")
+        return content
+
+    def _text(self, name: str) -> str:
+        try:
+            return self._content(name).decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise _NotValidError("the file is not UTF-8 text") from None
+
+    def _csv(self, name: str) -> None:
+        rows = csv.reader(self._text(name).splitlines())
+        header = [cell.strip() for cell in next(rows, [])]
+        if header[:2] != ["column", "class"]:
+            raise _NotValidError("the first line of the CSV file has to be `column,class`")
+        for row in rows:
+            if not any(row):
+                continue
+            if len(row) < 2 or not row[0].strip() or not row[1].strip():
+                raise _NotValidError(f"line {rows.line_num} of the CSV file has no column or no class")
+            self.add(row[0].strip(), row[1].strip(), f"{name}:{rows.line_num}")
+
+    def _dbt(self, name: str) -> None:
+        from dbt_artifacts_parser.parser import parse_manifest
+
+        try:
+            manifest: Any = parse_manifest(json.loads(self._text(name)), fallback_to_latest=True)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise _NotValidError("this is not a manifest that dbt writes") from None
+        nodes = [*(manifest.nodes or {}).values(), *(manifest.sources or {}).values()]
+        found = [node for node in nodes if node.name == self.name and getattr(node, "columns", None) is not None]
+        found = [node for node in found if _text_of(node.resource_type) in ("model", "source", "seed", "snapshot")]
+        if len(found) != 1:
+            many = "no" if not found else f"{len(found)}"
+            hint = did_you_mean(self.name, {node.name for node in nodes}) or "Name it: `name:` beside `dbt:`."
+            self.problems.append((f"the manifest has {many} models or sources with the name {self.name!r}.", hint))
+            return
+        (node,) = found
+        lines = self._dbt_lines(name, node)
+        for key, column in (node.columns or {}).items():
+            column_name = getattr(column, "name", None) or key
+            place = lines.get(column_name, f"{name} ({node.unique_id})")
+            config = getattr(column, "config", None)
+            metas = [getattr(column, "meta", None), getattr(config, "meta", None)]
+            for class_name in dict.fromkeys(
+                meta[self.source.field] for meta in metas if meta and self.source.field in meta
+            ):
+                self.add(column_name, str(class_name), place)
+            tags = [*_tags(getattr(column, "tags", None)), *_tags(getattr(config, "tags", None))]
+            self.add_tags(column_name, dict.fromkeys(tags), place)
+
+    def _dbt_lines(self, manifest: str, node: Any) -> dict[str, str]:
+        """Return the place of each column in the YAML file that describes a model, as far as it is there."""
+        patch = str(getattr(node, "patch_path", None) or getattr(node, "original_file_path", "")).rpartition(
+            "://"
+        )[2]
+        project = (self.folder / expanded(manifest)).parent.parent
+        try:
+            document = read_yaml((project / patch).read_bytes())
+        except (OSError, UnreadableYamlError):
+            return {}
+        places: dict[str, str] = {}
+        for path, line in document.lines.items():
+            match path:
+                case ("models" | "seeds" | "snapshots", int(model), "columns", int(column)):
+                    value = document.value
+                    try:
+                        described = value[path[0]][model]
+                        if described["name"] == node.name:
+                            places[described["columns"][column]["name"]] = f"{patch}:{line}"
+                    except (KeyError, TypeError, IndexError):
+                        continue
+        return places
+
+    def _contract(self, name: str) -> None:
+        from open_data_contract_standard.model import OpenDataContractStandard
+
+        text = self._text(name)
+        try:
+            contract = OpenDataContractStandard.from_string(text)
+        except Exception as error:
+            raise _NotValidError(f"this is not a data contract (ODCS): {type(error).__name__}") from None
+        schemas = list(enumerate(contract.schema_ or []))
+        found = [(at, schema) for at, schema in schemas if self.name in (schema.name, schema.physicalName)]
+        if len(found) != 1:
+            names = {schema.name or "" for _, schema in schemas}
+            hint = did_you_mean(self.name, names) or f"Name it: `name:` beside `contract:`. {one_of(names)}"
+            many = "no" if not found else f"{len(found)}"
+            self.problems.append((f"the contract has {many} schemas with the name {self.name!r}.", hint))
+            return
+        try:
+            lines = dict(read_yaml(text).lines)
+        except UnreadableYamlError:
+            lines = {}
+        at, schema = found[0]
+        self._properties(name, schema.properties or [], (), ("schema", at), lines)
+
+    def _properties(
+        self,
+        name: str,
+        properties: Sequence[Any],
+        parents: ColumnPath,
+        path: YamlPath,
+        lines: Mapping[YamlPath, int],
+    ) -> None:
+        for position, found in enumerate(properties):
+            here: YamlPath = (*path, "properties", position)
+            column = (*parents, found.physicalName or found.name or "")
+            self._property(name, found, column, here, lines)
+
+    def _property(self, name: str, found: Any, column: ColumnPath, path: YamlPath, lines: Lines) -> None:
+        place = f"{name}:{lines[path]}" if path in lines else name
+        if found.classification is not None:
+            self.add(".".join(column), found.classification, place)
+        self.add_tags(".".join(column), found.tags or [], place)
+        self._properties(name, found.properties or [], column, path, lines)
+        if found.items is not None:
+            self._property(name, found.items, column, (*path, "items"), lines)
+        if found.map is not None:
+            for part in ("key", "value"):
+                if (inner := getattr(found.map, part, None)) is not None:
+                    self._property(name, inner, (*column, part), (*path, "map", part), lines)
+
+
+class _NotValidError(Exception):
+    pass
+
+
+def _tags(tags: Any) -> list[str]:
+    return [tags] if isinstance(tags, str) else [str(tag) for tag in tags or []]
+
+
+def _text_of(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def read_labels(
+    sources: Sequence[LabelSource],
+    table_name: str,
+    folder: Path,
+    classes: Mapping[str, ClassSettings],
+    is_overridden: Callable[[str], bool],
+) -> tuple[list[Label], list[Mistake]]:
+    """Read the labels of a table.
+
+    Args:
+        sources: In the order in which they are consulted.
+        table_name: Name of the table, and of the model or schema unless a source names another one.
+        folder: Where relative paths start.
+        classes: Name of a class -> the class.
+        is_overridden: Whether `column_keys` covers a column, so that labels have no effect.
+
+    Returns:
+        The labels, and the mistakes: files that cannot be read, unknown classes, and labels that contradict each
+        other. Paths of the mistakes begin at the table.
+    """
+    labels: list[Label] = []
+    mistakes: list[Mistake] = []
+    for position, source in enumerate(sources):
+        reading = _Reading(source, table_name, folder, classes)
+        reading.read()
+        labels += reading.labels
+        mistakes += [Mistake(("labels_from", position), *problem) for problem in reading.problems]
+    kept = [label for label in labels if not is_overridden(label.column)]
+    return kept, [*mistakes, *_contradictions(kept)]
+
+
+def _contradictions(labels: Sequence[Label]) -> Iterator[Mistake]:
+    """Yield labels of one column that protect it differently, and plaintext within a column that has a key."""
+    first: dict[str, Label] = {}
+    for label in labels:
+        other = first.setdefault(label.column.casefold(), label)
+        if other.key != label.key:
+            yield _contradiction(label.column, label, other)
+    for column, label in first.items():
+        parts = column.split(".")
+        parents = (first.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
+        parent = next((parent for parent in parents if parent is not None), None)
+        if parent is not None and parent.key is not None and label.key is None:
+            yield _contradiction(label.column, label, parent)
+
+
+def _contradiction(column: str, label: Label, other: Label) -> Mistake:
+    return Mistake(
+        ("labels_from",),
+        f"column {column!r} has contradicting labels: {label.text}, and {other.text}.",
+        "Correct one of them, or list the column under column_keys, which overrides labels.",
+    )

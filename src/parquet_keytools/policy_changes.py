@@ -1,0 +1,208 @@
+"""What a change of a configuration or of labels means for columns: which lose protection, and which change key."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parquet_keytools.config.document import UnreadableYamlError, read_yaml
+from parquet_keytools.config.key_policy import WILDCARD, ChosenKey, ColumnPath, resolve_columns, undecided_columns
+from parquet_keytools.config.labels import FieldLabels, no_field_labels
+from parquet_keytools.config.loader import load_configuration
+from parquet_keytools.config.settings import Configuration
+from parquet_keytools.errors import ConfigurationError
+
+_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class PolicyChange:
+    """A column, or a setting of a table, that is protected in another way than before.
+
+    Attributes:
+        table: Name of the table.
+        what: Dotted path of the column; or `footer`, `algorithm`, `table` for the table itself.
+        before: How it was protected: the name of a key, `plaintext`, or `undecided`, which refuses to write.
+        after: How it is protected now.
+        place: Where the label was found that decides now; None without one.
+        is_weaker: Whether it loses protection.
+    """
+
+    table: str
+    what: str
+    before: str
+    after: str
+    place: str | None
+    is_weaker: bool
+
+
+def policy_changes(
+    old: Configuration,
+    new: Configuration,
+    leaf_paths: Sequence[ColumnPath] | None = None,
+    table_name: str | None = None,
+    field_labels: FieldLabels = no_field_labels,
+) -> list[PolicyChange]:
+    """Compare two configurations, column by column.
+
+    Args:
+        old: The configuration before the change.
+        new: The configuration after it.
+        leaf_paths: The columns of the table; None for the columns that either configuration names. Patterns with
+            wildcards then count only for columns that something else names.
+        table_name: Compare only this table.
+        field_labels: The labels that come with the data.
+
+    Raises:
+        ConfigurationError: A table has two keys for a column, or contradicting labels.
+    """
+    names = [name for name in dict.fromkeys([*old.tables, *new.tables]) if table_name in (None, name)]
+    return [change for name in names for change in _of_table(old, new, name, leaf_paths, field_labels)]
+
+
+def _of_table(
+    old: Configuration,
+    new: Configuration,
+    name: str,
+    leaf_paths: Sequence[ColumnPath] | None,
+    field_labels: FieldLabels,
+) -> Iterator[PolicyChange]:
+    if name not in old.tables or name not in new.tables:
+        is_new = name in new.tables
+        yield PolicyChange(name, "table", *(("none", "new") if is_new else ("there", "removed")), None, False)
+        return
+    before, after = old.tables[name], new.tables[name]
+    if before.plaintext_footer != after.plaintext_footer:
+        texts = ["plaintext" if table.plaintext_footer else "encrypted" for table in (before, after)]
+        yield PolicyChange(name, "footer", texts[0], texts[1], None, after.plaintext_footer)
+    if before.algorithm != after.algorithm:
+        is_weaker = after.algorithm == "AES_GCM_CTR_V1"
+        yield PolicyChange(name, "algorithm", before.algorithm, after.algorithm, None, is_weaker)
+    columns = leaf_paths or sorted({*_named(old, name), *_named(new, name)})
+    were, are = _decisions(old, name, columns, field_labels), _decisions(new, name, columns, field_labels)
+    for column in columns:
+        (was, _), (now, place) = were[column], are[column]
+        if was != now:
+            is_weaker = now == _PLAINTEXT and was not in (_PLAINTEXT, _UNDECIDED)
+            yield PolicyChange(name, ".".join(column), was, now, place, is_weaker)
+
+
+_PLAINTEXT = "plaintext"
+_UNDECIDED = "undecided"
+
+
+def _named(configuration: Configuration, name: str) -> set[ColumnPath]:
+    table = configuration.tables[name]
+    names = {label.column for label in table.labels.labels}
+    patterns = [*table.plaintext_columns, *(pattern for keys in table.column_keys.values() for pattern in keys)]
+    names |= {pattern for pattern in patterns if not WILDCARD.search(pattern)}
+    return {tuple(column.split(".")) for column in names}
+
+
+def _decisions(
+    configuration: Configuration, name: str, columns: Sequence[ColumnPath], field_labels: FieldLabels
+) -> dict[ColumnPath, tuple[str, str | None]]:
+    """Return how each column is protected, and the place of the label that decides."""
+    table = configuration.tables[name]
+    keys = resolve_columns(configuration, name, columns, for_reading=True, field_labels=field_labels)
+    undecided = set(undecided_columns(table, columns))
+    return {
+        column: (_UNDECIDED if column in undecided and key.label is None else _text(key), _place(key))
+        for column, key in keys.items()
+    }
+
+
+def _text(key: ChosenKey) -> str:
+    return key.key_name or _PLAINTEXT
+
+
+def _place(key: ChosenKey) -> str | None:
+    return None if key.label is None else f"{key.label.class_name} by {key.label.place}"
+
+
+def refuse_weaker(changes: Sequence[PolicyChange], allowed: Collection[str]) -> list[PolicyChange]:
+    """Return the changes that lose protection, and that are not allowed.
+
+    Args:
+        changes: All changes.
+        allowed: Columns as `column` or `table.column`.
+    """
+    return [
+        change
+        for change in changes
+        if change.is_weaker and change.what not in allowed and f"{change.table}.{change.what}" not in allowed
+    ]
+
+
+# --- earlier versions in git ---
+
+
+def configuration_at(config: Path, revision: str) -> Configuration:
+    """Return a configuration as it was at a revision of git, with the label files as they were.
+
+    Raises:
+        ConfigurationError: git is missing, or it does not have the revision or one of the files; or the
+            configuration had mistakes.
+    """
+    folder = config.absolute().parent
+    top = Path(_git(folder, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
+    with tempfile.TemporaryDirectory() as copy:
+
+        def restore(file: Path) -> Path:
+            within = file.resolve().relative_to(top.resolve())
+            target = Path(copy) / within
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch(mode=0o600)
+            target.write_bytes(_git(folder, "show", "--end-of-options", f"{revision}:{within.as_posix()}"))
+            return target
+
+        try:
+            restored = restore(config)
+            for name in _label_files(restored):
+                restore(folder / name)
+        except ValueError:
+            raise ConfigurationError(
+                f"{config} refers to label files outside of its git repository.",
+                hint="Compare with a copy of the old configuration: --against OLD.yaml.",
+            ) from None
+        return load_configuration(restored)
+
+
+def _label_files(config: Path) -> Iterator[str]:
+    """Yield the paths of the label files that a configuration refers to; mistakes are found when it is loaded."""
+    try:
+        document: Any = read_yaml(config.read_bytes()).value
+    except UnreadableYamlError:
+        return
+    tables = document.get("tables") if isinstance(document, dict) else None
+    for table in tables.values() if isinstance(tables, dict) else ():
+        sources = table.get("labels_from") if isinstance(table, dict) else None
+        for source in sources if isinstance(sources, list) else ():
+            if isinstance(source, dict):
+                yield from (
+                    source[kind] for kind in ("dbt", "contract", "csv") if isinstance(source.get(kind), str)
+                )
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    try:
+        done = subprocess.run(  # noqa: S603 - a list of arguments, and no option
+            ["git", "-C", str(folder), *arguments],  # noqa: S607
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigurationError(f"git cannot be run: {type(error).__name__}.", hint="Install git.") from None
+    if done.returncode != 0:
+        reason = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise ConfigurationError(
+            f"git {arguments[0]} failed: {reason[-1] if reason else done.returncode}.",
+            hint="A file that git does not keep, such as dbt's manifest, cannot be compared with --since. Keep a "
+            "copy of the old configuration and its label files, and use --against OLD.yaml.",
+        )
+    return done.stdout

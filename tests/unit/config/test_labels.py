@@ -1,0 +1,480 @@
+"""Labels of columns: `classes`, `labels_from` and `unlabelled`."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from parquet_keytools import Keytools, load_configuration, parse_configuration
+from parquet_keytools.errors import ConfigurationError, FolderNameError, KeytoolsError
+
+CLASSES = {
+    "pii": {"key": "pii"},
+    "payment": {"key": "pci"},
+    "public": "plaintext",
+}
+
+MASTER_KEYS = {
+    name: base64.b64encode(name.ljust(16).encode()).decode() for name in ("footer", "pii", "pci", "other")
+}
+
+Make = Callable[..., Keytools]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Makes a `Keytools` whose table `customers` has labels."""
+
+    def tools(*sources: dict[str, Any], more: dict[str, Any] | None = None, **table: Any) -> Keytools:
+        document = {
+            "version": 1,
+            "kms": {"type": "in_memory", "keys": MASTER_KEYS},
+            "classes": CLASSES,
+            "tables": {"customers": {"footer_key": "footer", "labels_from": list(sources), **table}},
+            **(more or {}),
+        }
+        return Keytools(parse_configuration(document, file=tmp_path / "keytools.yaml"))
+
+    return tools
+
+
+def csv_source(folder: Path, **labels: str) -> dict[str, str]:
+    lines = [f"{column.replace('__', '.')},{name}" for column, name in labels.items()]
+    (folder / "labels.csv").write_text("\n".join(["column,class", *lines]) + "\n", encoding="utf-8")
+    return {"csv": "labels.csv"}
+
+
+def keys(tools: Keytools, path: Path) -> dict[str, str | None]:
+    """Return the key of each column of a file."""
+    shown = tools.inspect_file(path)
+    return {column.path: column.key.name if column.key else None for column in shown.columns}
+
+
+def labelled(name: str, kind: pa.DataType, label: str | None) -> pa.Field:
+    return pa.field(name, kind, metadata=None if label is None else {"class": label})
+
+
+BY_LABEL = {"id": None, "email": "pii", "card.number": "pci", "card.year": "pci"}
+TABLE = pa.table({"id": [1, 2], "email": ["a@b", "c@d"], "card": [{"number": "4", "year": 1}, None]})
+
+
+def test_labels_of_a_csv_file(make: Make, tmp_path: Path) -> None:
+    tools = make(csv_source(tmp_path, id="public", EMAIL="pii", card="payment"))
+    result = tools.write_table(TABLE, tmp_path / "x.parquet")
+    assert result.plaintext_columns == ("id",)
+    assert keys(tools, tmp_path / "x.parquet") == {
+        "id": None,
+        "email": "pii",
+        "card.number": "pci",
+        "card.year": "pci",
+    }
+    assert tools.read_table(tmp_path / "x.parquet").equals(TABLE)
+    assert tools.verify_file(tmp_path / "x.parquet").conforms
+
+
+def test_a_column_without_a_label_is_an_error(make: Make, tmp_path: Path) -> None:
+    tools = make(csv_source(tmp_path, id="public", email="pii"))
+    with pytest.raises(ConfigurationError, match=r"unlabelled.*'card\.number', 'card\.year'"):
+        tools.write_table(TABLE, tmp_path / "x.parquet")
+    assert not (tmp_path / "x.parquet").exists()
+
+
+def test_unlabelled_columns_under_a_class(make: Make, tmp_path: Path) -> None:
+    source = csv_source(tmp_path, email="pii")
+    tools = make(source, unlabelled="payment")
+    tools.write_table(TABLE, tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {
+        "id": "pci", "email": "pii", "card.number": "pci", "card.year": "pci"
+    }  # fmt: skip
+    tools = make(source, unlabelled="public")
+    tools.write_table(TABLE, tmp_path / "y.parquet")
+    assert keys(tools, tmp_path / "y.parquet")["id"] is None
+
+
+def test_a_label_that_no_column_has_is_an_error_where_its_column_would_be_plaintext(
+    make: Make, tmp_path: Path
+) -> None:
+    # The column has another name now.
+    tools = make(csv_source(tmp_path, e_mail="pii"), unlabelled="public")
+    with pytest.raises(ConfigurationError, match=r"no column is named 'e_mail'.*labels\.csv:2"):
+        tools.write_table(TABLE, tmp_path / "x.parquet")
+    tools = make(csv_source(tmp_path, e_mail="pii"), unlabelled="pii")
+    tools.write_table(TABLE, tmp_path / "x.parquet")
+
+
+def test_column_keys_override_labels(make: Make, tmp_path: Path) -> None:
+    source = csv_source(tmp_path, id="public", email="pii", card="payment")
+    tools = make(source, column_keys={"other": ["email", "card.year", "id"]})
+    tools.write_table(TABLE, tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {
+        "id": "other", "email": "other", "card.number": "pci", "card.year": "other"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("column", ["email", "e*", "card", "card.number"])
+def test_plaintext_columns_do_not_override_a_label_with_a_key(make: Make, tmp_path: Path, column: str) -> None:
+    source = csv_source(tmp_path, id="public", email="pii", card="payment")
+    tools = make(source, plaintext_columns=[column])
+    with pytest.raises(ConfigurationError, match="also listed as plaintext"):
+        tools.write_table(TABLE, tmp_path / "x.parquet")
+
+
+def test_contradicting_labels_name_both_places(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("column,class\n\nemail,payment\n")
+    sources = csv_source(tmp_path, id="public", email="pii"), {"csv": "other.csv"}
+    with pytest.raises(ConfigurationError, match=r"'email'.*'payment' by other\.csv:3.*'pii' by labels\.csv:3"):
+        make(*sources)
+    # What column_keys lists, it decides.
+    make(*sources, column_keys={"other": ["email"]})
+    # The same label twice is none.
+    (tmp_path / "other.csv").write_text("column,class\nemail,pii\n")
+    make(*sources)
+
+
+def test_a_child_is_not_less_protected_than_its_parent(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'card\.year'"):
+        make(csv_source(tmp_path, card="payment", card__year="public"))
+    tools = make(csv_source(tmp_path, id="public", email="pii", card="public", card__number="payment"))
+    tools.write_table(TABLE, tmp_path / "x.parquet")
+    found = keys(tools, tmp_path / "x.parquet")
+    assert (found["card.number"], found["card.year"]) == ("pci", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("column,class\nemail,secret\n", "'secret'"),
+        ("column,class\nemail\n", "line 2"),
+        ("column,class\n,pii\n", "line 2"),
+        ("email,pii\n", "first line"),
+        ("", "first line"),
+    ],
+)
+def test_mistakes_in_a_csv_file(make: Make, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "labels.csv").write_text(content)
+    with pytest.raises(ConfigurationError, match=message):
+        make({"csv": "labels.csv"})
+
+
+@pytest.mark.parametrize("kind", ["csv", "dbt", "contract"])
+def test_a_missing_label_file_is_an_error(make: Make, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"labels_from\[0\].*cannot be read"):
+        make({kind: "missing"})
+
+
+@pytest.mark.parametrize("kind", ["dbt", "contract"])
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"metadata": {}}', "a: [", "\x00"])
+def test_what_is_no_label_file(make: Make, tmp_path: Path, kind: str, content: str) -> None:
+    (tmp_path / "file").write_text(content)
+    with pytest.raises(ConfigurationError, match=r"labels_from\[0\]"):
+        make({kind: "file"})
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"labels_from": [{"arrow": {}}], "unlisted_columns": "plaintext"}, "unlabelled"),
+        ({"labels_from": [{"arrow": {}}], "unlabelled": "publik"}, "Did you mean 'public'"),
+        ({"labels_from": [], "unlabelled": "public"}, "no labels_from"),
+        ({"labels_from": [{}]}, "one of"),
+        ({"labels_from": [{"arrow": {}, "csv": "x"}]}, "one of"),
+        ({"labels_from": [{"arrow": {}}, {"arrow": {"field": "x"}}]}, "twice"),
+    ],
+)
+def test_mistakes_in_the_table(make: Make, table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make(**{"labels_from": (), **table})
+
+
+def test_classes_need_keys_that_exist(make: Make) -> None:
+    with pytest.raises(ConfigurationError, match=r"classes\.pii\.key.*'pi'"):
+        make({"arrow": {}}, more={"classes": {"pii": {"key": "pi"}}})
+    with pytest.raises(ConfigurationError, match="no classes"):
+        make({"arrow": {}}, more={"classes": {}})
+
+
+# --- labels that come with the data ---
+
+CARD = pa.struct([labelled("number", pa.string(), "payment"), pa.field("year", pa.int64())])
+ORDER = pa.struct([labelled("iban", pa.string(), "payment"), pa.field("sku", pa.string())])
+NESTED = pa.schema(
+    [
+        labelled("id", pa.int64(), None),
+        labelled("email", pa.string(), "pii"),
+        labelled("address", pa.struct([pa.field("street", pa.string()), pa.field("zip", pa.string())]), "pii"),
+        labelled(
+            "card", pa.struct([labelled("number", pa.string(), "payment"), pa.field("year", pa.int64())]), None
+        ),
+        pa.field("phones", pa.list_(labelled("item", pa.string(), "pii"))),
+        pa.field(
+            "orders", pa.list_(pa.struct([labelled("iban", pa.string(), "payment"), pa.field("sku", pa.string())]))
+        ),
+        pa.field("notes", pa.map_(pa.string(), labelled("value", pa.string(), "pii"))),
+    ]
+)
+ROW = {
+    "id": 1,
+    "email": "a@b",
+    "address": {"street": "x", "zip": "1"},
+    "card": {"number": "4", "year": 1},
+    "phones": ["1"],
+    "orders": [{"iban": "i", "sku": "s"}],
+    "notes": [("k", "v")],
+}
+EXPECTED = {
+    "id": None,
+    "email": "pii",
+    "address.street": "pii",
+    "address.zip": "pii",
+    "card.number": "pci",
+    "card.year": None,
+    "phones.list.element": "pii",
+    "orders.list.element.iban": "pci",
+    "orders.list.element.sku": None,
+    "notes.key_value.key": None,
+    "notes.key_value.value": "pii",
+}
+
+
+def nested_table() -> pa.Table:
+    return pa.Table.from_pylist([ROW], schema=NESTED)
+
+
+def test_labels_of_arrow_fields(make: Make, tmp_path: Path) -> None:
+    tools = make({"arrow": {"field": "class"}}, unlabelled="public")
+    table = nested_table()
+    tools.write_table(table, tmp_path / "written.parquet")
+    tools.write_dataset(table, tmp_path / "folder")
+    pq.write_table(table, tmp_path / "plain.parquet")
+    tools.encrypt_file(tmp_path / "plain.parquet", tmp_path / "encrypted.parquet")
+    with tools.writer(tmp_path / "batches.parquet", table.schema) as writer:
+        writer.write(table)
+    pq.write_table(table, str(tmp_path / "through.parquet"), filesystem=tools.filesystem())
+    tools.rekey_file(tmp_path / "written.parquet", tmp_path / "rekeyed.parquet")
+    (in_folder,) = (tmp_path / "folder").glob("*.parquet")
+    for name in ("written", "encrypted", "batches", "rekeyed", "through"):
+        assert keys(tools, tmp_path / f"{name}.parquet") == EXPECTED, name
+    assert keys(tools, in_folder) == EXPECTED
+    assert tools.read_table(tmp_path / "written.parquet").equals(table)
+    assert tools.verify_file(tmp_path / "encrypted.parquet").conforms
+
+
+def test_a_plaintext_label_of_the_data_decides_nothing(make: Make, tmp_path: Path) -> None:
+    schema = pa.schema([labelled("id", pa.int64(), "public")])
+    with pytest.raises(ConfigurationError, match="'id'"):
+        make({"arrow": {}}).write_table(pa.table({"id": [1]}, schema=schema), tmp_path / "x.parquet")
+    # Nor does it take a key away.
+    tools = make({"arrow": {}}, csv_source(tmp_path, id="pii"))
+    tools.write_table(pa.table({"id": [1]}, schema=schema), tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {"id": "pii"}
+    tools = make({"arrow": {}}, column_keys={"other": ["id"]})
+    tools.write_table(pa.table({"id": [1]}, schema=schema), tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {"id": "other"}
+
+
+@pytest.mark.parametrize("label", ["public", "payment"])
+def test_labels_of_the_data_that_contradict_others(make: Make, tmp_path: Path, label: str) -> None:
+    tools = make({"arrow": {}}, csv_source(tmp_path, id=label))
+    schema = pa.schema([labelled("id", pa.int64(), "pii")])
+    with pytest.raises(ConfigurationError, match=r"'pii' by the field 'id'|labels\.csv:2"):
+        tools.write_table(pa.table({"id": [1]}, schema=schema), tmp_path / "x.parquet")
+
+
+def test_a_label_of_the_data_that_is_no_class(make: Make, tmp_path: Path) -> None:
+    tools = make({"arrow": {}}, unlabelled="public")
+    schema = pa.schema([labelled("id", pa.int64(), "pij")])
+    with pytest.raises(ConfigurationError, match="Did you mean 'pii'"):
+        tools.write_table(pa.table({"id": [1]}, schema=schema), tmp_path / "x.parquet")
+
+
+def test_a_schema_in_a_file_that_cannot_be_read_hides_no_label(make: Make, tmp_path: Path) -> None:
+    tools = make({"arrow": {}}, unlabelled="public")
+    table = pa.table({"id": [1]})
+    for key in ("ARROW:schema", "org.apache.spark.sql.parquet.row.metadata"):
+        with pq.ParquetWriter(tmp_path / "plain.parquet", table.schema, store_schema=False) as writer:
+            writer.write_table(table)
+            writer.add_key_value_metadata({key: "no schema"})
+        with pytest.raises(KeytoolsError, match="labels of columns"):
+            tools.encrypt_file(tmp_path / "plain.parquet", tmp_path / "x.parquet")
+        assert not (tmp_path / "x.parquet").exists()
+
+
+def test_labels_of_spark_fields_in_a_file(make: Make, tmp_path: Path) -> None:
+    element = {"type": "struct", "fields": [{"name": "iban", "type": "string", "metadata": {"class": "payment"}}]}
+    fields = [
+        {"name": "email", "type": "string", "nullable": True, "metadata": {"class": "pii"}},
+        {"name": "orders", "type": {"type": "array", "elementType": element}, "nullable": True, "metadata": {}},
+        {"name": "id", "type": "long", "nullable": True, "metadata": {}},
+    ]
+    table = pa.table({"email": ["a"], "orders": [[{"iban": "i"}]], "id": [1]})
+    with pq.ParquetWriter(tmp_path / "plain.parquet", table.schema, store_schema=False) as writer:
+        writer.write_table(table)
+        text = json.dumps({"type": "struct", "fields": fields})
+        writer.add_key_value_metadata({"org.apache.spark.sql.parquet.row.metadata": text})
+    tools = make({"arrow": {}}, unlabelled="public")
+    tools.encrypt_file(tmp_path / "plain.parquet", tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {"email": "pii", "orders.list.element.iban": "pci", "id": None}
+
+
+# --- what else shows values ---
+
+
+def test_folders_with_values_of_labelled_columns_are_refused(make: Make, tmp_path: Path) -> None:
+    tools = make(csv_source(tmp_path, id="public", email="pii", card="payment"))
+    with pytest.raises(ConfigurationError, match="email"):
+        tools.write_dataset(TABLE, tmp_path / "folder", partitioning=["email"], partitioning_flavor="hive")
+    tools.write_dataset(TABLE, tmp_path / "folder", partitioning=["id"], partitioning_flavor="hive")
+    tools.write_table(TABLE.drop_columns("id"), tmp_path / "x.parquet")
+    (tmp_path / "Email=a").mkdir()
+    (tmp_path / "x.parquet").rename(tmp_path / "Email=a" / "x.parquet")
+    with pytest.raises(FolderNameError):
+        tools.read_table(tmp_path / "Email=a" / "x.parquet")
+
+
+def test_readers_of_digests_see_none_of_the_values(make: Make, tmp_path: Path) -> None:
+    source = csv_source(tmp_path, id="public", email="pii", card="payment")
+    make(source).write_table(TABLE, tmp_path / "x.parquet")
+    more = {"hash_keys": {"h": {"master_key": "other", "wrapped_key": "x"}}, "reading": {"denied_columns": "hash"}}
+    tools = make(source, hash_key="h", more=more)
+    with pytest.raises(KeytoolsError):
+        tools.read_table(tmp_path / "x.parquet", columns=["email"])
+
+
+def test_a_file_with_a_plaintext_column_that_has_a_label_is_refused(make: Make, tmp_path: Path) -> None:
+    document = csv_source(tmp_path, id="public", email="public", card="payment")
+    make(document).write_table(TABLE, tmp_path / "x.parquet")
+    tools = make(csv_source(tmp_path, id="public", email="pii", card="payment"))
+    with pytest.raises(KeytoolsError, match="email"):
+        tools.read_table(tmp_path / "x.parquet")
+    assert not tools.verify_file(tmp_path / "x.parquet").conforms
+
+
+# --- other processes ---
+
+
+def test_other_processes_need_no_label_files(make: Make, tmp_path: Path) -> None:
+    source = csv_source(tmp_path, id="public", email="pii", **{"${card": "payment"})
+    configuration = make(source, more={"kms": {"type": "in_memory", "keys": list(MASTER_KEYS)}}).configuration
+    pickled = pickle.dumps(configuration)
+    (tmp_path / "labels.csv").unlink()
+    there = pickle.loads(pickled)
+    expected = configuration.tables["customers"].labels.labels
+    assert there.tables["customers"].labels.labels == expected
+    # And again.
+    assert pickle.loads(pickle.dumps(there)).tables["customers"].labels.labels == expected
+
+
+# --- dbt and data contracts ---
+
+
+def manifest(columns: dict[str, Any], **node: Any) -> str:
+    """The parts of a manifest that dbt 1.11 writes and the parser needs."""
+    base = {
+        "database": "db", "schema": "main", "name": "customers", "resource_type": "model", "package_name": "shop",
+        "path": "customers.sql", "original_file_path": "models/customers.sql", "unique_id": "model.shop.customers",
+        "fqn": ["shop", "customers"], "alias": "customers", "checksum": {"name": "sha256", "checksum": "0"},
+        "patch_path": "shop://models/schema.yml", "columns": columns, **node,
+    }  # fmt: skip
+    schema = "https://schemas.getdbt.com/dbt/manifest/v12.json"
+    names = (
+        "nodes sources macros docs exposures metrics groups selectors disabled parent_map child_map group_map "
+        "saved_queries semantic_models unit_tests"
+    )
+    document: dict[str, Any] = {name: {} for name in names.split()}
+    document |= {"metadata": {"dbt_schema_version": schema}, "nodes": {"model.shop.customers": base}}
+    return json.dumps(document)
+
+
+def test_labels_of_dbt(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "schema.yml").write_text(
+        "models:\n  - name: customers\n    columns:\n      - name: id\n      - name: email\n"
+    )
+    columns = {
+        "id": {"name": "id", "tags": ["public", "daily"]},
+        "email": {"name": "email", "meta": {"class": "pii"}},
+        "card": {"name": "card", "config": {"meta": {"class": "payment"}, "tags": ["payment"]}},
+    }
+    (tmp_path / "target" / "manifest.json").write_text(manifest(columns))
+    tools = make({"dbt": "target/manifest.json"})
+    tools.write_table(TABLE, tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {
+        "id": None,
+        "email": "pii",
+        "card.number": "pci",
+        "card.year": "pci",
+    }
+    places = {label.column: label.place for label in tools.configuration.tables["customers"].labels.labels}
+    assert places["email"] == "models/schema.yml:5"
+    assert places["card"] == "target/manifest.json (model.shop.customers)"
+    columns["email"]["meta"] = {"class": "secret"}
+    (tmp_path / "target" / "manifest.json").write_text(manifest(columns))
+    with pytest.raises(ConfigurationError, match="'secret'"):
+        make({"dbt": "target/manifest.json"})
+    with pytest.raises(ConfigurationError, match="no models or sources with the name 'clients'"):
+        make({"dbt": "target/manifest.json", "name": "clients"})
+
+
+CONTRACT = """\
+version: 1.0.0
+apiVersion: v3.0.2
+kind: DataContract
+id: 53581432-6c55-4ba2-a65f-72344a91553b
+status: active
+schema:
+  - name: customers
+    logicalType: object
+    properties:
+      - name: id
+        logicalType: integer
+        classification: public
+      - name: email
+        logicalType: string
+        tags: [pii, daily]
+      - name: card
+        logicalType: object
+        properties:
+          - {name: number, logicalType: string, classification: payment}
+          - {name: year, logicalType: integer, classification: public}
+"""
+
+
+def test_labels_of_a_data_contract(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "customers.odcs.yaml").write_text(CONTRACT)
+    tools = make({"contract": "customers.odcs.yaml"})
+    tools.write_table(TABLE, tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {
+        "id": None,
+        "email": "pii",
+        "card.number": "pci",
+        "card.year": None,
+    }
+    places = {label.column: label.place for label in tools.configuration.tables["customers"].labels.labels}
+    assert places == {
+        "id": "customers.odcs.yaml:10", "email": "customers.odcs.yaml:13",
+        "card.number": "customers.odcs.yaml:19", "card.year": "customers.odcs.yaml:20",
+    }  # fmt: skip
+    (tmp_path / "customers.odcs.yaml").write_text(
+        CONTRACT.replace("classification: payment", "classification: secret")
+    )
+    with pytest.raises(ConfigurationError, match=r"customers\.odcs\.yaml:19 has the label 'secret'"):
+        make({"contract": "customers.odcs.yaml"})
+
+
+def test_a_configuration_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("column,class\nemail,pii\n")
+    (tmp_path / "keytools.yaml").write_text(
+        "version: 1\nkms: {type: in_memory, keys: [footer, pii]}\nclasses: {pii: {key: pii}}\n"
+        "tables:\n  t:\n    footer_key: footer\n    labels_from:\n      - csv: labels.csv\n"
+    )
+    (label,) = load_configuration(tmp_path / "keytools.yaml").tables["t"].labels.labels
+    assert (label.column, label.class_name, label.place) == ("email", "pii", "labels.csv:2")
