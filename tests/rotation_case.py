@@ -19,7 +19,7 @@ import pyarrow.parquet.encryption as pe
 
 from parquet_keytools import Keytools
 from parquet_keytools.encryption.footer import read_envelope
-from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.key_material import KeyMaterial, KeyReference
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
@@ -173,11 +173,13 @@ def data_range(path: Path) -> bytes:
 
 
 def materials(tools: Keytools, path: Path) -> list[KeyMaterial]:
-    """Return the key material of a file as its readers find it: the footer's, and then those of columns."""
+    """Return the key material of a file as it is stored: the footer's, and then those of columns."""
     (opened,) = tools._keys.open_files([FileLocation.resolve(path)])
     metadata = [opened.footer.key_metadata, *(c.key_metadata for c in opened.footer.columns if c.key_metadata)]
-    found = [opened.retriever.material(item) for item in metadata]
-    return [material for material in found if material is not None]
+    found = [opened.retriever.parsed(item) for item in metadata]
+    external = opened.retriever.key_materials or {}
+    found = [external[item.reference] if isinstance(item, KeyReference) else item for item in found]
+    return [material for material in found if isinstance(material, KeyMaterial)]
 
 
 def tree_digest(folder: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from parquet_keytools.config.key_policy import ColumnPath, MasterKeyReference, resolve_columns, resolve_key
@@ -23,8 +24,10 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.field_labels import labels_of_footer
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
-from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.client import KmsClient, KmsSettings, RewrapRequest, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.named import each_kms
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteKmsSettings
+from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
@@ -106,15 +109,21 @@ def named_master_keys(configuration: Configuration) -> dict[str, str]:
 
 def with_short_timeout(configuration: Configuration, seconds: float = CHECK_SECONDS) -> Configuration:
     """Return a configuration with a KMS timeout of at most `seconds`, for interactive use."""
-    kms = configuration.kms
+    limited = (
+        None if configuration.kms is None else each_kms(configuration.kms, partial(_limited, seconds=seconds))
+    )
     # Copied only if necessary: a copy cannot be pickled for worker processes.
-    if not isinstance(kms, RemoteKmsSettings) or kms.timeout_seconds <= seconds:
+    if limited is configuration.kms:
         return configuration
-    seconds = min(kms.timeout_seconds, seconds)
-    limited = kms.model_copy(
+    return configuration.model_copy(update={"kms": limited})
+
+
+def _limited(kms: KmsSettings, seconds: float) -> KmsSettings:
+    if not isinstance(kms, RemoteKmsSettings) or kms.timeout_seconds <= seconds:
+        return kms
+    return kms.model_copy(
         update={"timeout_seconds": seconds, "call_timeout_seconds": min(kms.call_timeout_seconds, seconds)}
     )
-    return configuration.model_copy(update={"kms": limited})
 
 
 Role = Literal["writer", "reader", "rotator"]
@@ -135,10 +144,19 @@ def check_master_keys(
     names = named_master_keys(configuration)
     identifiers = list(dict.fromkeys(names.values()))
     outcomes: dict[str, tuple[str | None, KmsError | None]] = {}
-    for start in range(0, len(identifiers), _KEYS_AT_A_TIME):
-        outcomes |= _outcomes(kms, identifiers[start : start + _KEYS_AT_A_TIME], role)
+    by_kms: dict[str, list[str]] = {}
+    for identifier in identifiers:
+        by_kms.setdefault(kms.instance_of(identifier), []).append(identifier)
+
+    def check(of_one: list[str]) -> None:
+        for start in range(0, len(of_one), _KEYS_AT_A_TIME):
+            outcomes.update(_outcomes(kms, of_one[start : start + _KEYS_AT_A_TIME], role))
+
+    # At the same time: a KMS that does not answer must not use up the time of the others.
+    in_threads(check, list(by_kms.values()), len(by_kms))
     return [
-        MasterKeyCheck(name, identifier, kms.backend, *outcomes[identifier]) for name, identifier in names.items()
+        MasterKeyCheck(name, identifier, kms.parts(identifier)[0].backend, *outcomes[identifier])
+        for name, identifier in names.items()
     ]
 
 
@@ -149,7 +167,9 @@ _Outcomes = dict[str, tuple[str | None, KmsError | None]]
 def _outcomes(kms: KmsClient, identifiers: list[str], role: Role | None) -> _Outcomes:
     rewraps = all(kms.rewraps_by_itself(identifier, identifier) for identifier in identifiers)
     # A local KMS has no permissions: it wraps and unwraps.
-    if isinstance(kms, RemoteKmsClient) and (role == "reader" or (role == "rotator" and rewraps)):
+    if isinstance(kms.parts(identifiers[0])[0], RemoteKmsClient) and (
+        role == "reader" or (role == "rotator" and rewraps)
+    ):
         return _probed(kms, identifiers, role)
     keys = [SecretBytes.random(_THROW_AWAY_KEY_LENGTH_BITS) for _ in identifiers]
     wrapped = dict(zip(identifiers, kms.wrap_many(list(map(WrapRequest, keys, identifiers))), strict=True))

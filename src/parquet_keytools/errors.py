@@ -173,6 +173,8 @@ class KmsError(KeytoolsError):
         master_key_id: The master key concerned, or None.
         detail: Further facts; empty if there are none.
         tries: Number of attempts.
+        kms: Name of the KMS if the configuration has several, else empty; `master_key_id` then begins with it.
+        others_may_answer: Whether the configuration has other KMSs that may answer.
         retry_after_seconds: The delay that the KMS asked for; 0 if it did not.
         retryable: Whether the same call may succeed later.
     """
@@ -191,11 +193,13 @@ class KmsError(KeytoolsError):
         hint: str | None = None,
         retry_after_seconds: float = 0.0,
         tries: int = 1,
+        kms: str = "",
+        others_may_answer: bool = False,
     ) -> None:
         key = f" with master key {master_key_id!r}" if master_key_id is not None else ""
         known = f": {detail}" if detail else ""
         super().__init__(
-            f"{backend}: {operation}{key}: {self.summary}{known}.",
+            f"{f'{kms} ({backend})' if kms else backend}: {operation}{key}: {self.summary}{known}.",
             hint=self._hint_for(operation) if hint is None else hint,
         )
         self.backend = backend
@@ -203,6 +207,8 @@ class KmsError(KeytoolsError):
         self.master_key_id = master_key_id
         self.detail = detail
         self.tries = tries
+        self.kms = kms
+        self.others_may_answer = others_may_answer
         self.retry_after_seconds = retry_after_seconds
 
     def about(self, backend: str, operation: str, master_key_id: str | None) -> Self:
@@ -219,12 +225,38 @@ class KmsError(KeytoolsError):
         taken = f"after {tries} tries in {seconds:.1f} seconds" if tries > 1 else ""
         return self._changed(detail=", ".join(filter(None, [self.detail, taken])), tries=tries)
 
+    def of_kms(self, kms: str, master_key_id: str | None, *, others_may_answer: bool) -> Self:
+        """Return this error as an error of one of several KMSs.
+
+        Args:
+            kms: Its name.
+            master_key_id: The master key that was asked for, with the name of the KMS.
+            others_may_answer: Whether another KMS may answer.
+        """
+        if self.master_key_id is None:
+            master_key_id = None  # an error of a connection is about no key
+        return self._changed(kms=kms, master_key_id=master_key_id, others_may_answer=others_may_answer)
+
+    def not_attempted(self) -> Self:
+        """Return the error of a request that was not sent, because of this error of an earlier one."""
+        after = f"not attempted, after an earlier request failed: {self.detail or self.summary}"
+        return self._changed(detail=after, tries=0)
+
     @classmethod
     def _hint_for(cls, operation: str) -> str:
         return cls.default_hint
 
     def _changed(self, **changes: Any) -> Self:
-        names = ("backend", "operation", "master_key_id", "hint", "retry_after_seconds", "tries")
+        names = (
+            "backend",
+            "operation",
+            "master_key_id",
+            "hint",
+            "retry_after_seconds",
+            "tries",
+            "kms",
+            "others_may_answer",
+        )
         facts = {name: getattr(self, name) for name in names}
         if self.hint == self._hint_for(self.operation):
             facts["hint"] = None
@@ -313,10 +345,13 @@ class KmsResponseInvalidError(KmsError):
 
 
 def kms_failure(error: Exception) -> KmsError | None:
-    """Return the error of the KMS or its credentials that other files would have, too; None if there is none."""
+    """Return the error of the KMS or its credentials that all other files would have, too; None if there is none.
+
+    With several KMSs, other files may need another one, as long as one may answer.
+    """
     causes = error.causes if isinstance(error, ColumnAccessDeniedError) else (error,)
     ends = (KmsUnavailableError, KmsConfigurationError)
-    return next((cause for cause in causes if isinstance(cause, ends)), None)
+    return next((cause for cause in causes if isinstance(cause, ends) and not cause.others_may_answer), None)
 
 
 # --- errors of a file: its format, table, place, modules or keys ---

@@ -239,7 +239,6 @@ def _check(
         with_short_timeout,
     )
     from parquet_keytools.keytools import Keytools
-    from parquet_keytools.kms.remote_client import RemoteKmsClient
 
     configuration = with_short_timeout(load_configuration(config))
     if table is not None:
@@ -247,7 +246,7 @@ def _check(
     file = None if against is None else location_of(against, "--against")
     with nullcontext() if offline else Keytools(configuration) as keytools:
         kms = None if keytools is None else keytools.kms
-        if isinstance(kms, RemoteKmsClient):
+        if kms is not None:
             kms.end_within(CHECK_SECONDS)
         columns = None if file is None else check_columns(configuration, file, table, aad_prefix, kms)
         master_keys = None if kms is None else check_master_keys(configuration, kms, role and role.value)

@@ -182,11 +182,11 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
     if version == "":
         # Probably an unset shell variable.
         raise ConfigurationError(f"{text!r} names no version.", hint="Leave out the `@` to mean all versions.")
-    master_key_id = names.get(name, name)
     if name in keytools.configuration.data_keys and name not in names:
         raise ConfigurationError(
             f"{name!r} is a data key, not a master key.", hint="`keys` without it shows which files have it."
         )
+    master_key_id = keytools.configuration.master_key_id(name)
     if known is not None and master_key_id not in known:
         hint = did_you_mean(name, {*known, *names}) or one_of(known)
         raise ConfigurationError(f"the KMS has no master key {master_key_id!r}.", hint=hint)

@@ -23,6 +23,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import holds_secret
+from parquet_keytools.kms.named import NamedKmsSettings
 from parquet_keytools.runtime.operating_system import own_user_id, permissions
 
 YamlPath = tuple[str | int, ...]
@@ -515,11 +516,20 @@ def redacted(document: Mapping[str, Any], kms: pydantic.BaseModel | None) -> dic
     if "data_keys" in document:
         safe["data_keys"] = _redact(document["data_keys"])
     if isinstance(document.get("kms"), dict) and kms is not None:
-        safe["kms"] = {
-            name: _redact(value) if _is_secret(kms, name) else _without_objects(value)
-            for name, value in document["kms"].items()
-        }
+        safe["kms"] = _redacted_kms(document["kms"], kms)
     return safe
+
+
+def _redacted_kms(document: Mapping[str, Any], kms: pydantic.BaseModel) -> dict[str, Any]:
+    if isinstance(kms, NamedKmsSettings):
+        return {
+            name: _redacted_kms(value, kms.kmss[name]) if name in kms.kmss else value
+            for name, value in document.items()
+        }
+    return {
+        name: _redact(value) if _is_secret(kms, name) else _without_objects(value)
+        for name, value in document.items()
+    }
 
 
 def _is_secret(settings: pydantic.BaseModel, name: str) -> bool:

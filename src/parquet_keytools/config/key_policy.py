@@ -17,7 +17,7 @@ from parquet_keytools.config.settings import Configuration, TableSettings
 
 @dataclass(frozen=True)
 class MasterKeyReference:
-    """A master key, named by its identifier in the KMS."""
+    """A master key, named by its identifier; see `Configuration.master_key_id`."""
 
     master_key_id: str
 
@@ -54,19 +54,21 @@ def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:
     in_tables = {found.master_key_id for found in references if isinstance(found, MasterKeyReference)}
     of_digests = {hash_key_reference(configuration, name).master_key_id for name in configuration.hash_keys}
     moved = {new for pair in moved_master_key_ids(configuration) for new in pair}
-    return frozenset(in_tables | of_digests | moved | set(configuration.master_keys.values()))
+    return frozenset(
+        in_tables | of_digests | moved | set(map(configuration.master_key_id, configuration.master_keys))
+    )
 
 
 def hash_key_reference(configuration: Configuration, name: str) -> MasterKeyReference:
     """Return the master key that wraps a secret under `hash_keys`. It is never a data key."""
     master_key = configuration.hash_keys[name].master_key
-    return MasterKeyReference(configuration.master_keys.get(master_key, master_key))
+    return MasterKeyReference(configuration.master_key_id(master_key))
 
 
 def moved_master_key_ids(configuration: Configuration) -> list[tuple[str, str]]:
     """Return the identifiers of the old and new master key of each move under `rotation`."""
-    names = configuration.master_keys
-    return [(names.get(old, old), names.get(new, new)) for old, new in configuration.rotation.moves.items()]
+    identifier = configuration.master_key_id
+    return [(identifier(old), identifier(new)) for old, new in configuration.rotation.moves.items()]
 
 
 def check_key_names(configuration: Configuration, known_master_key_ids: frozenset[str] | None = None) -> None:
@@ -114,18 +116,16 @@ def check_moves(configuration: Configuration, known_master_key_ids: frozenset[st
         Mistake(("rotation", "moves", old), *_unknown(configuration, name, known))
         for old, new in configuration.rotation.moves.items()
         for name in (old, new)
-        if configuration.master_keys.get(name, name) not in known
+        if configuration.master_key_id(name) not in known
     ]
     if mistakes:
         raise configuration.error_for(mistakes)
 
 
 def _lookup(configuration: Configuration, name: str) -> KeyReference | None:
-    if name in configuration.master_keys:
-        return MasterKeyReference(configuration.master_keys[name])
-    if name in configuration.data_keys:
+    if name in configuration.data_keys and name not in configuration.master_keys:
         return DataKeyReference(name)
-    return None if configuration.kms is None else MasterKeyReference(name)
+    return None if configuration.kms is None else MasterKeyReference(configuration.master_key_id(name))
 
 
 def _checked_use(

@@ -36,6 +36,7 @@ from parquet_keytools.config.labels import Labels, read_labels
 from parquet_keytools.config.settings import BROKEN_RULES, Configuration, ConfigurationWarning
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
+from parquet_keytools.kms.named import NAME, RESERVED_NAMES, NamedKmsSettings
 from parquet_keytools.kms.registry import client_class, is_known, known_names
 from parquet_keytools.runtime.presentation import expanded
 
@@ -256,7 +257,39 @@ def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:
     if document is None or isinstance(document, KmsSettings):
         return document, []
     if not isinstance(document, dict):
-        return broken, [Mistake(("kms",), "this has to be a mapping with a `type`.")]
+        return broken, [Mistake(("kms",), "this has to be a mapping with a `type`, or of names to such mappings.")]
+    if "type" not in document and any(name != "default" for name in document):
+        named = {name: one for name, one in document.items() if name != "default"}
+        if all(isinstance(one, dict) for one in named.values()):
+            return _named_kms_settings(named, document.get("default"))
+    return _one_kms_settings(document, ("kms",))
+
+
+def _named_kms_settings(
+    documents: Mapping[str, dict[str, Any]], default: Any
+) -> tuple[KmsSettings, list[Mistake]]:
+    """Return the settings of several KMSs, and the mistakes in them."""
+    mistakes: list[Mistake] = []
+    kmss: dict[str, KmsSettings] = {}
+    for name, document in documents.items():
+        path = ("kms", name)
+        if not NAME.fullmatch(name) or name in RESERVED_NAMES:
+            message = "the name of a KMS has up to 64 letters, digits, `-` and `_`, and is not `DEFAULT`."
+            mistakes.append(Mistake(path, message))
+        if "instance_id" in document:
+            message = f"files name this KMS {name!r}: with several KMSs, there is no other instance_id."
+            mistakes.append(Mistake((*path, "instance_id"), message, "Leave it out."))
+        kmss[name], found = _one_kms_settings(document, path)
+        mistakes += found
+    if default is not None and default not in kmss:
+        hint = did_you_mean(str(default), kmss) or one_of(kmss)
+        mistakes.append(Mistake(("kms", "default"), "no KMS has this name.", hint))
+        default = None
+    return NamedKmsSettings(kmss=kmss, default=default), mistakes
+
+
+def _one_kms_settings(document: dict[str, Any], path: YamlPath) -> tuple[KmsSettings, list[Mistake]]:
+    broken = KmsSettings(type="unknown")
     name = document.get("type")
     if not isinstance(name, str) or not is_known(name):
         message = (
@@ -265,15 +298,15 @@ def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:
             else "the name of a KMS client is required."
         )
         hint = did_you_mean(name, known_names()) if isinstance(name, str) else ""
-        return broken, [Mistake(("kms", "type"), message, hint or one_of(known_names()))]
+        return broken, [Mistake((*path, "type"), message, hint or one_of(known_names()))]
     try:
         settings = client_class(name).Settings
     except ConfigurationError as error:
-        return broken, [Mistake(("kms", "type"), str(error.args[0]), error.hint)]
+        return broken, [Mistake((*path, "type"), str(error.args[0]), error.hint)]
     try:
         return settings.model_validate(document), []
     except ValidationError as error:
-        return broken, list(mistakes_of(error, settings, document, ("kms",)))
+        return broken, list(mistakes_of(error, settings, document, path))
 
 
 # --- mistakes that pydantic found ---

@@ -8,18 +8,21 @@ from __future__ import annotations
 import shlex
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
     InstanceOf,
     PlainSerializer,
     PrivateAttr,
     SerializeAsAny,
     StrictBool,
+    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -42,6 +45,7 @@ from parquet_keytools.config.labels import Labels
 from parquet_keytools.encryption.aad import BASE64, prefix_bytes
 from parquet_keytools.errors import AadPrefixError, ConfigurationError
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsSettings, StrictSettings
+from parquet_keytools.kms.named import NAME, NamedKmsSettings, split_name, with_name
 from parquet_keytools.kms.registry import client_class, known_names
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
@@ -458,9 +462,25 @@ class RotationSettings(StrictSettings):
 
     moves: dict[KeyName, KeyName] = Field(
         default={},
-        description="Name of a master key -> master key of the same KMS that replaces it. Keys under other master "
+        description="Name of a master key -> master key that replaces it. Keys under other master "
         "keys are then not re-wrapped.",
     )
+
+
+class NamedMasterKey(StrictSettings):
+    """A master key in one of several KMSs: an entry under `master_keys`."""
+
+    kms: Text = Field(description="Name of the KMS under kms.")
+    id: KeyName = Field(description="Identifier of the master key in this KMS.")
+
+
+def _kind_of_master_key(value: Any) -> str:
+    return "text" if isinstance(value, str) else "mapping"
+
+
+MasterKey = Annotated[
+    Annotated[KeyName, Tag("text")] | Annotated[NamedMasterKey, Tag("mapping")], Discriminator(_kind_of_master_key)
+]
 
 
 class Configuration(StrictSettings):
@@ -472,10 +492,14 @@ class Configuration(StrictSettings):
 
     version: Version = Field(description="Version of the configuration format.")
     kms: SerializeAsAny[KmsSettings] | None = Field(
-        default=None, description="The KMS that holds the master keys."
+        default=None,
+        description="The KMS that holds the master keys; or name -> KMS where there are several, and `default`, "
+        "the name of the KMS of master keys and files that name none.",
     )
-    master_keys: dict[KeyName, KeyName] = Field(
-        default={}, description="Name of a master key -> its identifier in the KMS, where they differ."
+    master_keys: dict[KeyName, MasterKey] = Field(
+        default={},
+        description="Name of a master key -> its identifier in the KMS, where they differ; with several KMSs, "
+        "`{kms: ..., id: ...}`.",
     )
     data_keys: dict[KeyName, DataKey] = Field(
         default={}, description="Data keys that the caller manages: name -> base64 of 16, 24 or 32 bytes."
@@ -506,6 +530,42 @@ class Configuration(StrictSettings):
     def warnings(self) -> tuple[str, ...]:
         """Warnings about settings that protect less than they seem to; each with file, line and YAML path."""
         return tuple(str(self.error_for([mistake])) for mistake in self._doubts())
+
+    def master_key_id(self, name: str) -> str:
+        """Return the identifier of a master key, by its name under `master_keys` or the identifier itself.
+
+        With several KMSs, identifiers begin with the name of the KMS, such as `eu::alias/pii`.
+
+        Raises:
+            ConfigurationError: It is in none of the KMSs.
+        """
+        identifier, mistake = self._master_key(name)
+        if mistake is not None:
+            raise self.error_for([mistake])
+        return identifier
+
+    def _master_key(self, name: str) -> tuple[str, Mistake | None]:
+        """Return the identifier of a master key, and what is wrong with the entry that names it."""
+        found = self.master_keys.get(name, name)
+        path: YamlPath = ("master_keys", name) if name in self.master_keys else ("kms",)
+        if not isinstance(self.kms, NamedKmsSettings):
+            if isinstance(found, str):
+                return found, None
+            message = "there is one KMS, so a master key is the text of its identifier."
+            return found.id, Mistake(path, message, "Several KMSs are under `kms`, each under its name.")
+        if isinstance(found, str):
+            kms, within = split_name(found)
+            kms = self.kms.default if kms is None else kms
+        else:
+            path, kms, within = (*path, "kms"), found.kms, found.id
+        if kms is None:
+            message = f"the KMS of the master key {found!r} is not named, and there is no default."
+            hint = "Write {kms: NAME, id: IDENTIFIER} under `master_keys`, or `default: NAME` under `kms`."
+            return within, Mistake(path, message, hint)
+        if kms not in self.kms.kmss:
+            hint = did_you_mean(kms, self.kms.kmss) or one_of(self.kms.kmss)
+            return within, Mistake(path, f"there is no KMS named {kms!r}.", hint)
+        return with_name(kms, within), None
 
     def select_table(self, name: str | None = None) -> tuple[str, TableSettings]:
         """Return the name and settings of a table.
@@ -553,9 +613,14 @@ class Configuration(StrictSettings):
     def _broken_rules(self) -> Iterator[Mistake]:
         if self.master_keys and self.kms is None:
             yield Mistake(("master_keys",), "there is no kms that could hold master keys.")
+        else:
+            for name in self.master_keys:
+                if mistake := self._master_key(name)[1]:
+                    yield mistake
         for name in self.data_keys:
             if name in self.master_keys:
                 yield Mistake(("data_keys", name), "a master key under master_keys has this name too.")
+        yield from self._without_kms()
         path: YamlPath = ("reading", "keys_without_metadata")
         without_metadata = self.reading.keys_without_metadata
         uses: list[tuple[YamlPath, str]] = [
@@ -583,6 +648,22 @@ class Configuration(StrictSettings):
                 message = f"there is no class {table.unlabelled!r}."
                 hint = did_you_mean(str(table.unlabelled), self.classes) or one_of(self.classes)
                 yield Mistake(("tables", name, "unlabelled"), message, hint)
+
+    def _without_kms(self) -> Iterator[Mistake]:
+        """Yield a mistake for each use of a master key whose KMS is not named."""
+        uses: list[tuple[YamlPath, str]] = [
+            (("tables", table_name, *path), name)
+            for table_name, table in self.tables.items()
+            for path, name in table.key_names()
+        ]
+        uses += [(("hash_keys", name, "master_key"), key.master_key) for name, key in self.hash_keys.items()]
+        for path, name in uses:
+            if (
+                name not in self.master_keys
+                and name not in self.data_keys
+                and (found := self._master_key(name)[1])
+            ):
+                yield replace(found, path=path)
 
     def _impossible_digests(self) -> Iterator[Mistake]:
         for name, hash_key in self.hash_keys.items():
@@ -627,15 +708,18 @@ class Configuration(StrictSettings):
         moves = self.rotation.moves
         if moves and self.kms is None:
             yield Mistake(("rotation", "moves"), "there is no kms that could hold master keys.")
-        targets = {self.master_keys.get(new, new) for new in moves.values()}
+        identifiers = {name: self._master_key(name)[0] for move in moves.items() for name in move}
+        targets = {identifiers[new] for new in moves.values()}
         for old, new in moves.items():
             path = ("rotation", "moves", old)
             for name in (old, new):
                 if name in self.data_keys and name not in self.master_keys:
                     yield Mistake(path, f"{name!r} is a data key: a rotation moves between master keys.")
-            if self.master_keys.get(old, old) == self.master_keys.get(new, new):
+                elif name not in self.master_keys and (mistake := self._master_key(name)[1]):
+                    yield replace(mistake, path=path)
+            if identifiers[old] == identifiers[new]:
                 yield Mistake(path, "both names are the same master key.")
-            elif self.master_keys.get(old, old) in targets:
+            elif identifiers[old] in targets:
                 hint = "Do these moves in separate rotations, one after the other."
                 yield Mistake(path, f"the master key {old!r} is to be moved and is the target of a move.", hint)
 
@@ -805,7 +889,8 @@ def configuration_json_schema() -> dict[str, Any]:
         {name: references[model, "validation"] for name, model in settings.items()},
         description=schema["properties"]["kms"]["description"],
     )
-    definitions.pop("KmsSettings", None)
+    for name in ("KmsSettings", "NamedKmsSettings"):
+        definitions.pop(name, None)
     return {"$schema": DIALECT, **schema, **_ABOUT, "$defs": definitions}
 
 
@@ -821,10 +906,12 @@ def _installed_settings() -> dict[str, type[KmsSettings]]:
 
 
 def _kms_schema(variants: dict[str, Any], *, description: str) -> dict[str, Any]:
-    """Return a schema that selects by `type`, with `if` and `then` so that editors name the wrong field."""
-    return {
-        "description": description,
-        "type": ["object", "null"],
+    """Return a schema that selects by `type`, with `if` and `then` so that editors name the wrong field.
+
+    Without a `type`, there are several KMSs, each under its name.
+    """
+    one = {
+        "type": "object",
         "properties": {
             "type": {
                 "description": "Name of the KMS client.",
@@ -840,4 +927,20 @@ def _kms_schema(variants: dict[str, Any], *, description: str) -> dict[str, Any]
             }
             for name, variant in variants.items()
         ],
+    }
+    several = {
+        "properties": {"default": {"description": "The KMS of master keys that name none.", "type": "string"}},
+        "patternProperties": {f"^(?!default$){NAME.pattern}$": one},
+        "additionalProperties": False,
+    }
+    return {
+        "description": description,
+        "type": ["object", "null"],
+        "if": {"type": "object", "required": ["type"]},
+        "then": one,
+        "else": {
+            "if": {"properties": {"default": {}}, "additionalProperties": {"type": "object"}},
+            "then": several,
+            "else": {"required": ["type"]},
+        },
     }

@@ -19,6 +19,7 @@ from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, F
 from parquet_keytools.errors import (
     ConfigurationError,
     KeyMaterialError,
+    KeyNotAvailableError,
     KeytoolsError,
     TableMismatch,
     WrappedKeyInvalidError,
@@ -74,7 +75,13 @@ def title_of(user: KeyUser) -> str:
 
 
 class MaterialFinder(KeyRetriever, Protocol):
-    """A `KeyRetriever` that also shows the key material that it works with."""
+    """A `KeyRetriever` that also shows the key material that it works with.
+
+    Attributes:
+        kms_instances: The names of KMSs that files may name; see `KmsClient.instances`.
+    """
+
+    kms_instances: frozenset[str]
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
         """Return what key metadata is or refers to; see `FileKeyRetriever.material`."""
@@ -197,7 +204,8 @@ class FileKeys:
             kind = "a footer" if material.is_footer_key else "a column"
             self._of_wrong_kind.add(user)
             self.book.broken("key-material-kind", f"{title_of(user)}: the key material is for {kind}.")
-        named = {material.kms_instance_id, material.kms_instance_url} - {"DEFAULT", ""}
+        known = {"DEFAULT", ""} if self.finder is None else {"DEFAULT", "", *self.finder.kms_instances}
+        named = {material.kms_instance_id, material.kms_instance_url} - known
         if named:
             self.book.broken("kms-named", f"{title_of(user)}: {', '.join(sorted(map(repr, named)))[:300]}.")
         elif user == FOOTER:
@@ -217,6 +225,10 @@ class FileKeys:
             return None, False
         try:
             material = self.finder.material(key_metadata)
+        except KeyNotAvailableError as error:
+            self._not_unwrapped(user, None, str(error))
+            self.denied[user] = str(error)
+            return None, False
         except (KeytoolsError, OSError) as error:
             self.book.broken("key-material-file", f"{title_of(user)}: {error}")
             self.denied[user] = str(error)

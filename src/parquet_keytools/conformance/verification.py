@@ -66,6 +66,7 @@ class RetrieverFinder(FileKeyRetriever):
     def __init__(self, keys: KeyService, kms_keys: KmsKeys, location: FileLocation) -> None:
         super().__init__(kms_keys, keys.data_keys, location)
         self._answers = kms_keys.answers
+        self.kms_instances = frozenset() if keys.kms is None else keys.kms.instances
 
     def kek_length_bits(self, material: KeyMaterial) -> int | None:
         """Return the length of the KEK, if the KMS has unwrapped it."""
@@ -280,7 +281,7 @@ class MemberVerifier:
                     facts = replace(facts, uses_material_file=False)
                     with suppress(OSError):  # The check of the folder reads it again, and says so.
                         facts = replace(facts, uses_material_file=_is_key_material(location))
-                if report.denied and self._kms_keys is not None and self._kms_keys.unavailable is not None:
+                if report.denied and self._kms_keys is not None and self._kms_keys.has_unavailable:
                     report = replace(report, kms_is_unavailable=True)
                 return report, facts
         except PermissionError as error:

@@ -50,7 +50,6 @@ from parquet_keytools.keys.key_wrapping import (
     KeyWrapper,
     KmsKeys,
     Wrapping,
-    decode_master_key_id,
 )
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.registry import make_client
@@ -126,10 +125,12 @@ class NewFileKeys:
     Attributes:
         encryption: For the module encryptor.
         key_materials: External key material by reference; None if there is none.
+        kms_instance_id: The KMS that the footer names; None if its key is in none.
     """
 
     encryption: FileEncryption
     key_materials: dict[str, KeyMaterial] | None
+    kms_instance_id: str | None
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
         """Return the key material of key metadata; None for a data key."""
@@ -258,8 +259,8 @@ class KeyService:
         return reference.master_key_id
 
     def is_under(self, material: KeyMaterial, name: str) -> bool:
-        """Return whether key material says that a master key wraps its key."""
-        return decode_master_key_id(material.master_key_id) == self.master_key_id(name)
+        """Return whether key material of a list says that a master key wraps its key."""
+        return self._of_file(material).master_key_id == self.master_key_id(name)
 
     def new_wrapped_key(self, name: str) -> tuple[SecretBytes, KeyMaterial]:
         """Return a new key of 256 bits, and its key material under a master key, which wraps it directly.
@@ -269,12 +270,14 @@ class KeyService:
         """
         assert self._wrapper is not None
         key = SecretBytes.random(256)
-        to_wrap = DekToWrap(key, self.master_key_id(name), is_footer_key=True)
+        assert self.kms is not None
+        master_key_id = self.master_key_id(name)
+        to_wrap = DekToWrap(key, master_key_id, is_footer_key=True)
         wrapping = Wrapping(
             double_wrapping=False,
             kek_length_bits=256,
             cache_lifetime_seconds=0,
-            kms_instance_id=self._kms_instance_id,
+            kms_instance_id=self.kms.instance_of(master_key_id),
         )
         return key, self._wrapper.wrap([to_wrap], wrapping)[0]
 
@@ -284,11 +287,10 @@ class KeyService:
         Raises:
             KeytoolsError: It is unavailable.
         """
-        return value_or_raise(self.kms_keys().deks([material])[0])
+        return value_or_raise(self.kms_keys().deks([self._of_file(material)])[0])
 
-    @property
-    def _kms_instance_id(self) -> str:
-        return self.configuration.kms.instance_id if self.configuration.kms else "DEFAULT"
+    def _of_file(self, material: KeyMaterial) -> KeyMaterial:
+        return self._unwrapper.of_file(material, material.kms_instance_id)
 
     def _prefixes_of_some_table(self, location: FileLocation, stored: bytes | None) -> list[str]:
         """Return the prefix of the table that a file seems to belong to, or of all tables if each has one."""
@@ -376,7 +378,7 @@ class KeyService:
                 for name, master_key_id in policy.master_key_ids.items()
                 if name in used
             ]
-            self._wrapper.wrap(deks, self._wrapping(policy.table))
+            self._wrapper.wrap(deks, self._wrapping(policy))
 
     def new_file_keys(
         self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
@@ -423,6 +425,7 @@ class KeyService:
                 store_aad_prefix=table.store_aad_prefix,
             ),
             key_materials,
+            self.kms_instance_id(policy),
         )
 
     def _new_dek(self, policy: TablePolicy, name: str) -> SecretBytes:
@@ -442,7 +445,7 @@ class KeyService:
         materials: dict[int, KeyMaterial] = {}
         if to_wrap:
             assert self._wrapper is not None
-            wrapped = self._wrapper.wrap(list(to_wrap.values()), self._wrapping(policy.table))
+            wrapped = self._wrapper.wrap(list(to_wrap.values()), self._wrapping(policy))
             materials = dict(zip(to_wrap, wrapped, strict=True))
         is_internal = policy.table.key_material == "internal"
         metadata = []
@@ -458,12 +461,18 @@ class KeyService:
             return metadata, None
         return metadata, {references[position]: material for position, material in materials.items()}
 
-    def _wrapping(self, table: TableSettings) -> Wrapping:
+    def kms_instance_id(self, policy: TablePolicy) -> str | None:
+        """Return the KMS that footers of a table name; None if their key is in none."""
+        footer_key = policy.master_key_ids.get(policy.table.footer_key)
+        return None if footer_key is None or self.kms is None else self.kms.instance_of(footer_key)
+
+    def _wrapping(self, policy: TablePolicy) -> Wrapping:
+        table = policy.table
         return Wrapping(
             double_wrapping=table.double_wrapping,
             kek_length_bits=table.effective_kek_length_bits,
             cache_lifetime_seconds=table.cache_lifetime_seconds,
-            kms_instance_id=self._kms_instance_id,
+            kms_instance_id=self.kms_instance_id(policy),
         )
 
 

@@ -37,7 +37,6 @@ from parquet_keytools.errors import (
     TableMismatchError,
 )
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
-from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.runtime.presentation import is_url
 from parquet_keytools.storage.locations import FileLocation
 
@@ -390,15 +389,10 @@ def seen_key(source: KeySource, key_metadata: bytes | None, column_path: ColumnP
     """
     material = source.material(key_metadata)
     if material is not None:
-        return _master_key(material.master_key_id)
+        return MasterKeyReference(material.master_key_id)
     parsed = parse_key_metadata(key_metadata)
     name = parsed.name if isinstance(parsed, DataKeyId) else source.name_without_metadata(column_path)
     return None if name is None else DataKeyReference(name)
-
-
-@functools.lru_cache(maxsize=1_024)
-def _master_key(written_id: str) -> MasterKeyReference:
-    return MasterKeyReference(decode_master_key_id(written_id))
 
 
 def _moved(moves: Iterable[tuple[str, str]], key: KeyReference) -> set[KeyReference]:

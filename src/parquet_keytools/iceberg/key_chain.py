@@ -110,7 +110,7 @@ class IcebergKeys:
 
     def master_key_id(self, name: str) -> str:
         """Return the identifier of a master key in the KMS, by its name in the configuration or itself."""
-        return self.service.configuration.master_keys.get(name, name)
+        return self.service.configuration.master_key_id(name)
 
     def _kms_for(self, master_key_id: str) -> KmsClient:
         if self.service.kms is None:

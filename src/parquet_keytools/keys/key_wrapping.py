@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
 from parquet_keytools.errors import (
@@ -47,13 +47,13 @@ class Wrapping:
         double_wrapping: Whether KEKs wrap DEKs, and master keys wrap only KEKs.
         kek_length_bits: Length of new KEKs.
         cache_lifetime_seconds: How long a KEK is used for new files.
-        kms_instance_id: KMS instance for the key material of the footer.
+        kms_instance_id: The KMS that the footer names; None if its key is not in a KMS.
     """
 
     double_wrapping: bool
     kek_length_bits: int
     cache_lifetime_seconds: float
-    kms_instance_id: str
+    kms_instance_id: str | None
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _WrappedKek:
 
 
 class KeyWrapper:
-    """Wraps DEKs with the master keys of one KMS; caches KEKs and uses them for many files."""
+    """Wraps DEKs with the master keys of one KMS, or of several; caches KEKs and uses them for many files."""
 
     def __init__(self, kms: KmsClient, clock: Clock) -> None:
         self._kms = kms
@@ -81,9 +81,9 @@ class KeyWrapper:
         return [
             KeyMaterial(
                 is_footer_key=item.is_footer_key,
-                master_key_id=item.master_key_id,
+                master_key_id=self._kms.id_in_file(item.master_key_id, wrapping.kms_instance_id),
                 wrapped_dek=value_or_raise(outcome),
-                kms_instance_id=wrapping.kms_instance_id,
+                kms_instance_id=wrapping.kms_instance_id or "DEFAULT",
             )
             for item, outcome in zip(deks, wrapped, strict=True)
         ]
@@ -104,11 +104,11 @@ class KeyWrapper:
             materials.append(
                 KeyMaterial(
                     is_footer_key=item.is_footer_key,
-                    master_key_id=item.master_key_id,
+                    master_key_id=self._kms.id_in_file(item.master_key_id, wrapping.kms_instance_id),
                     wrapped_dek=kek.kek.wrap_dek(item.dek),
                     kek_id=kek.kek.kek_id,
                     wrapped_kek=kek.wrapped_kek,
-                    kms_instance_id=wrapping.kms_instance_id,
+                    kms_instance_id=wrapping.kms_instance_id or "DEFAULT",
                 )
             )
         return materials
@@ -125,9 +125,10 @@ class KeyWrapper:
 
 
 class KeyUnwrapper:
-    """Unwraps keys with the master keys of one KMS.
+    """Unwraps keys with the master keys of one KMS, or of several.
 
-    Files never choose the KMS: the KMS instance and URL in key material are ignored.
+    Files never choose a KMS: its URL in key material is ignored, and its instance only selects among the KMSs that
+    the configuration names.
     """
 
     def __init__(self, kms: KmsClient | None, clock: Clock) -> None:
@@ -147,9 +148,7 @@ class KeyUnwrapper:
                 hint="Add a `kms:` section to the configuration.",
             )
             return [error] * len(materials)
-        wanted = [
-            (material.kms_wrapped_key, decode_master_key_id(material.master_key_id)) for material in materials
-        ]
+        wanted = [(material.kms_wrapped_key, material.master_key_id) for material in materials]
         return list(self._keys.get_many(wanted, self._unwrap, cache_lifetime_seconds))
 
     def refuses_key(self, material: KeyMaterial, error: KeytoolsError) -> bool:
@@ -160,10 +159,23 @@ class KeyUnwrapper:
         """
         if isinstance(error, MasterKeyDisabledError) and self._kms is not None:
             try:
-                return not self._kms.describe(decode_master_key_id(material.master_key_id)).enabled
+                return not self._kms.describe(material.master_key_id).enabled
             except KmsError:
                 return False
         return isinstance(error, KEY_REFUSALS)
+
+    def of_file(self, material: KeyMaterial, instance_id: str | None) -> KeyMaterial:
+        """Return key material of a file with the identifier of its master key; see `KmsClient.id_of_file`.
+
+        Args:
+            material: The key material as the file has it.
+            instance_id: The KMS that the footer names; None if it names none.
+        """
+        master_key_id = decode_master_key_id(material.master_key_id)
+        if self._kms is not None:
+            master_key_id = self._kms.id_of_file(master_key_id, instance_id)
+        same = master_key_id == material.master_key_id
+        return material if same else replace(material, master_key_id=master_key_id)
 
     def clear_cache(self) -> None:
         """Drop the cached keys; later reads call the KMS again."""
@@ -178,8 +190,9 @@ class KmsKeys:
     """The keys that the KMS unwrapped for one operation on one or more files.
 
     Attributes:
-        answers: (wrapped key, master key id as written in the file) -> the key, or the error.
-        unavailable: The error of a KMS that could not be reached, which further calls would have, too; or None.
+        answers: (wrapped key, master key id) -> the key, or the error.
+        unavailable: The error of a KMS that could not be reached, which all further calls would have, too; None if
+            there is none, or another KMS may answer.
     """
 
     def __init__(
@@ -207,6 +220,11 @@ class KmsKeys:
         """`answers` without errors."""
         return {identity: key for identity, key in self.answers.items() if isinstance(key, SecretBytes)}
 
+    @property
+    def has_unavailable(self) -> bool:
+        """Whether a key is missing because its KMS could not be reached."""
+        return any(isinstance(answer, KmsUnavailableError) for answer in self.answers.values())
+
     def fetch(self, materials: Iterable[KeyMaterial]) -> None:
         """Unwrap the missing keys of key materials, with one request to the KMS."""
         missing = {_identity(material): material for material in materials}
@@ -218,7 +236,13 @@ class KmsKeys:
         if missing:
             found = self._unwrapper.kms_keys(list(missing.values()), self._cache_lifetime_seconds)
             self.answers.update(zip(missing, found, strict=True))
-            self.unavailable = next((one for one in found if isinstance(one, KmsUnavailableError)), None)
+            self.unavailable = next(
+                (one for one in found if isinstance(one, KmsUnavailableError) and not one.others_may_answer), None
+            )
+
+    def of_file(self, material: KeyMaterial, instance_id: str | None) -> KeyMaterial:
+        """Return key material with the identifier of its master key; see `KeyUnwrapper.of_file`."""
+        return self._unwrapper.of_file(material, instance_id)
 
     def deks(self, materials: Sequence[KeyMaterial]) -> list[SecretBytes | KeytoolsError]:
         """Return the DEK of each key material, or the error."""
@@ -305,6 +329,7 @@ class FileKeyRetriever:
     Attributes:
         uses_data_keys: Whether any retrieved key is a data key.
         key_materials: External key material of the file; None until it is needed.
+        written_ids: (wrapped key, master key id as the file has it) -> the identifier of the master key.
     """
 
     def __init__(self, kms_keys: KmsKeys, data_keys: DataKeys, parquet_file: FileLocation) -> None:
@@ -314,6 +339,8 @@ class FileKeyRetriever:
         self.uses_data_keys = False
         self.key_materials: dict[str, KeyMaterial] | None = None
         self._not_read: KeytoolsError | None = None
+        self.written_ids: dict[tuple[str, str], str] = {}
+        self._instance_id: str | None = None
         self._parsed: dict[bytes | None, KeyMetadata | None] = {}
 
     def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
@@ -346,8 +373,11 @@ class FileKeyRetriever:
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
         """Return the key material in key metadata or in the key material file; None for a data key.
 
+        The footer's key comes first: it names the KMS of the other keys.
+
         Raises:
             KeyMaterialError: The key material is not valid or is missing.
+            KeyNotAvailableError: The file names a KMS that the configuration does not have.
         """
         parsed = self.parsed(key_metadata)
         if isinstance(parsed, KeyReference):
@@ -356,8 +386,15 @@ class FileKeyRetriever:
                 raise KeyMaterialError(
                     f"the key material file has no {parsed.reference!r}", path=str(self._parquet_file)
                 )
-            return material
-        return parsed if isinstance(parsed, KeyMaterial) else None
+        elif isinstance(parsed, KeyMaterial):
+            material = parsed
+        else:
+            return None
+        if self._instance_id is None and material.is_footer_key:
+            self._instance_id = material.kms_instance_id
+        found = self._kms_keys.of_file(material, self._instance_id)
+        self.written_ids[_identity(material)] = found.master_key_id
+        return found
 
     def _external(self) -> dict[str, KeyMaterial]:
         """Return the external key material of the file.

@@ -200,6 +200,9 @@ class KmsClient(ABC):
     instance_id: str = "DEFAULT"
     """The setting `instance_id`, for the audit log."""
 
+    is_one_of_several: bool = False
+    """Whether the configuration names several KMSs; `instance_id` is then the name of this one."""
+
     audit_log: bool = False
     """Whether each wrap, unwrap and re-wrap of a key is written to the audit log."""
 
@@ -244,6 +247,38 @@ class KmsClient(ABC):
         """Trust the master keys that a caller names, too. Without an earlier `trust`, all are trusted."""
         if self._trusted is not None:
             self.trust(master_key_ids)
+
+    # --- public: the KMS in files; `NamedKmss` stands for several KMSs ---
+
+    @property
+    def instances(self) -> frozenset[str]:
+        """The names of several KMSs, which files may name; empty for a single KMS."""
+        return frozenset()
+
+    def parts(self, master_key_id: str) -> tuple[KmsClient, str]:
+        """Return the client of a master key's KMS, and the identifier of the master key there."""
+        return self, master_key_id
+
+    def instance_of(self, master_key_id: str) -> str:
+        """Return what key material of a footer under this master key names as `kmsInstanceID`."""
+        return self.instance_id
+
+    def id_in_file(self, master_key_id: str, instance_id: str | None) -> str:
+        """Return the identifier of a master key for a file whose footer names a KMS; None if it names none.
+
+        With several KMSs, it begins with the name of its KMS where this differs from the KMS that the file means.
+        """
+        return master_key_id
+
+    def id_of_file(self, master_key_id: str, instance_id: str | None) -> str:
+        """Return the identifier of a master key that a file names whose footer names a KMS.
+
+        A single KMS ignores what files say.
+
+        Raises:
+            KeyNotAvailableError: The configuration has several KMSs, and none is meant.
+        """
+        return master_key_id
 
     # --- public: keys; each request has an outcome of its own ---
 
@@ -369,6 +404,9 @@ class KmsClient(ABC):
         does not, or if that is unknown.
         """
         return None
+
+    def end_within(self, seconds: float) -> None:  # noqa: B027 - a local KMS takes no time
+        """Let all later operations together take at most `seconds`; others then fail with `tries` 0."""
 
     def close(self) -> None:  # noqa: B027 - most clients have nothing to close
         """Close the connections. Calls after this may fail. Closing twice is harmless."""
@@ -522,8 +560,14 @@ class KmsClient(ABC):
 
     # --- metrics, traces and the audit log ---
 
+    @property
+    def _about(self) -> dict[str, str]:
+        """What metrics and spans say of the KMS: its name only where there are several."""
+        name = {"kms": self.instance_id} if self.is_one_of_several else {}
+        return {"backend": self.backend, **name}
+
     def _span(self, operation: str, master_key_ids: Iterable[str], **attributes: int) -> telemetry.Span:
-        about: dict[str, str | int | Sequence[str]] = {"backend": self.backend, **attributes}
+        about: dict[str, str | int | Sequence[str]] = {**self._about, **attributes}
         if self.telemetry_key_ids:
             about["master_key_ids"] = sorted(set(master_key_ids))
         return telemetry.Span(f"kms.{operation}", about)
@@ -532,7 +576,7 @@ class KmsClient(ABC):
         self, operation: str, requests: Sequence[R], outcomes: Sequence[object], span: telemetry.Span
     ) -> None:
         """Report the outcome of each key."""
-        about = {"backend": self.backend, "operation": operation}
+        about = {**self._about, "operation": operation}
         telemetry.measure("kms.operation.keys", len(requests), about)
         counts = Counter(map(outcome_name, outcomes))
         for outcome, number in counts.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.kms.client import KmsClient, KmsSettings
+from parquet_keytools.kms.named import NamedKmss, NamedKmsSettings
 from parquet_keytools.runtime.presentation import install_hint
 
 ENTRY_POINT_GROUP = "parquet_keytools.kms"
@@ -73,6 +74,9 @@ def make_client(settings: KmsSettings, folder: Path) -> KmsClient:
         ConfigurationError: There is no such client, or it cannot be imported.
         KmsConfigurationError: It cannot be made from these settings.
     """
+    if isinstance(settings, NamedKmsSettings):
+        clients = {name: make_client(one, folder) for name, one in settings.kmss.items()}
+        return NamedKmss(clients, settings.default)
     client = client_class(settings.type).from_settings(settings, folder)
     client.instance_id = settings.instance_id
     client.audit_log = settings.audit_log

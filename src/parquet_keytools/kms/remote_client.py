@@ -152,7 +152,7 @@ class RemoteKmsClient(KmsClient):
         self._end = math.inf
 
     def end_within(self, seconds: float) -> None:
-        """Let all later operations together take at most `seconds`; others then fail with `tries` 0."""
+        """Limit all later operations together; see `KmsClient.end_within`."""
         self._end = self._time.clock() + seconds
 
     def close(self) -> None:

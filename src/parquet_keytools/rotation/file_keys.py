@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from parquet_keytools.config.key_policy import ColumnPath
 from parquet_keytools.encryption.aad import AadPrefix
@@ -27,6 +27,7 @@ from parquet_keytools.keys.kek import dek_of
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import DataKeys, decode_master_key_id
 from parquet_keytools.keys.material_store import parse_key_materials, read_key_material_file
+from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation.report import FileRotation
 from parquet_keytools.rotation.rewrapper import NewMaterial, RewrapTask, WrappedKey
 from parquet_keytools.secret_bytes import SecretBytes
@@ -107,7 +108,8 @@ class FileKey:
     """A wrapped key of a file.
 
     Attributes:
-        material: Its key material.
+        material: Its key material, with the decoded identifier of its master key; once the footer or a column
+            refers to it, with the name of its KMS, too.
         text: The same as stored: key metadata, or an entry of the key material file.
         reference: Its name in the key material file; None if it is internal.
     """
@@ -119,7 +121,20 @@ class FileKey:
     @property
     def wrapped_key(self) -> WrappedKey:
         """The key that the KMS wrapped: the KEK, or with single wrapping the DEK."""
-        return WrappedKey(decode_master_key_id(self.material.master_key_id), self.material.kms_wrapped_key)
+        return WrappedKey(self.material.master_key_id, self.material.kms_wrapped_key)
+
+    @classmethod
+    def of(cls, material: KeyMaterial, text: str | bytes, reference: str | None) -> FileKey:
+        """Return a key with its key material as the file has it."""
+        decoded = replace(material, master_key_id=decode_master_key_id(material.master_key_id))
+        return cls(decoded, text, reference)
+
+    def named(self, kms: KmsClient | None, instance_id: str | None) -> FileKey:
+        """Return the key with the identifier of its master key; see `KmsClient.id_of_file`."""
+        if kms is None:
+            return self
+        master_key_id = kms.id_of_file(self.material.master_key_id, instance_id)
+        return replace(self, material=replace(self.material, master_key_id=master_key_id))
 
 
 AadPrefixOf = Callable[[FileLocation, bytes | None], AadPrefix]
@@ -136,7 +151,7 @@ class ExternalMaterial:
 
     location: FileLocation
     content: bytes = field(repr=False)
-    by_reference: Mapping[str, FileKey]
+    by_reference: dict[str, FileKey]
 
     @property
     def held(self) -> tuple[FileKey, ...]:
@@ -170,7 +185,9 @@ def read_external_material(parquet_file: FileLocation) -> ExternalMaterial:
     location, content = key_material_location(parquet_file), read_key_material_file(parquet_file)
     materials = parse_key_materials(content, str(location))
     texts: dict[str, str] = json.loads(content)
-    held = {reference: FileKey(material, texts[reference], reference) for reference, material in materials.items()}
+    held = {
+        reference: FileKey.of(material, texts[reference], reference) for reference, material in materials.items()
+    }
     return ExternalMaterial(location, content, held)
 
 
@@ -185,18 +202,22 @@ class FileKeys:
         tail: Its tail as it was read.
         envelope: The part of the footer that needs no key.
         data_keys: The data keys that the caller manages.
+        kms: The KMS, or several; None if the configuration has none.
         external: Its key material file; None if no key metadata so far refers to it.
         internal: Key metadata that is key material -> the key.
         footer: The authentic footer, after `open`.
+        instance_id: The KMS that the key material of the footer names; None if it names none.
     """
 
     location: FileLocation
     tail: Tail
     envelope: FooterEnvelope
     data_keys: DataKeys
+    kms: KmsClient | None = None
     external: ExternalMaterial | None = None
     internal: dict[bytes, FileKey] = field(default_factory=dict)
     footer: Footer | None = None
+    instance_id: str | None = None
     _referenced: dict[int, FileKey] = field(default_factory=dict)
 
     @property
@@ -339,7 +360,8 @@ class FileKeys:
                     continue
                 parsed = parse_key_metadata(key_metadata)
                 if isinstance(parsed, KeyMaterial):
-                    held = FileKey(parsed, key_metadata, None)
+                    self._note_instance(parsed)
+                    held = FileKey.of(parsed, key_metadata, None).named(self.kms, self.instance_id)
                     self.internal[key_metadata] = self._referenced[id(held)] = held
                 elif isinstance(parsed, KeyReference):
                     if self.external is None:
@@ -347,11 +369,20 @@ class FileKeys:
                     if parsed.reference not in self.external.by_reference:
                         raise KeyMaterialError(f"the key material file has no {parsed.reference!r}")
                     held = self.external.by_reference[parsed.reference]
+                    if id(held) not in self._referenced:
+                        self._note_instance(held.material)
+                        held = held.named(self.kms, self.instance_id)
+                        self.external.by_reference[parsed.reference] = held
                     self._referenced[id(held)] = held
         except KeyMaterialError as error:
             # The key material may belong to a file that replaced this one.
             check_unchanged(self.location, self.tail)
             raise _naming(error, self.location) from None
+
+    def _note_instance(self, material: KeyMaterial) -> None:
+        """Note the KMS that the file names: in the key material of its footer, which is added first."""
+        if not self._referenced and material.is_footer_key:
+            self.instance_id = material.kms_instance_id
 
 
 def _naming(error: KeyMaterialError, location: FileLocation) -> KeyMaterialError:
@@ -371,7 +402,7 @@ def own_key_columns(footer: Footer) -> list[FooterColumn]:
     return [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
 
 
-def read_file_keys(location: FileLocation, data_keys: DataKeys) -> FileKeys:
+def read_file_keys(location: FileLocation, data_keys: DataKeys, kms: KmsClient | None = None) -> FileKeys:
     """Read the tail of a file, and the key material of its footer. No key is needed.
 
     Raises:
@@ -380,7 +411,7 @@ def read_file_keys(location: FileLocation, data_keys: DataKeys) -> FileKeys:
         ParquetFormatError: It is not a Parquet file.
         OSError: It cannot be read.
     """
-    keys = FileKeys(location, *read_tail(location), data_keys)
+    keys = FileKeys(location, *read_tail(location), data_keys, kms)
     if keys.is_encrypted:
         keys.add_footer_key()
     return keys
@@ -440,11 +471,13 @@ class BatchFile:
         return len(self.keys.tail.data) + len(self.keys.external.content if self.keys.external else b"")
 
 
-def read_batch(pool: Executor, locations: Iterator[FileLocation], data_keys: DataKeys) -> list[BatchFile]:
+def read_batch(
+    pool: Executor, locations: Iterator[FileLocation], data_keys: DataKeys, kms: KmsClient | None
+) -> list[BatchFile]:
     """Read the keys of the next files; return an empty list at the end."""
 
     def read(work: BatchFile) -> None:
-        work.keys = read_file_keys(work.location, data_keys)
+        work.keys = read_file_keys(work.location, data_keys, kms)
 
     works: list[BatchFile] = []
     size_bytes = 0

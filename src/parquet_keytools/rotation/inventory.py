@@ -141,6 +141,7 @@ class Inventory:
         self._rewrapper = None if kms is None else Rewrapper(kms)
         self._versions = None if kms is None else MasterKeyVersions(kms)
         self._data_keys = keys.data_keys
+        self._kms = kms
         self._aad_prefix_of = aad_prefix_of
         self._unavailable: KmsUnavailableError | None = None
 
@@ -156,7 +157,7 @@ class Inventory:
         entries = data_set(path, into_passed_over=not ignore_passed_over)
         locations = files_of(entries, unseen.append, (lambda _: None) if ignore_passed_over else left_out.append)
         with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-inventory") as pool:
-            while works := read_batch(pool, locations, self._data_keys):
+            while works := read_batch(pool, locations, self._data_keys, self._kms):
                 read = list(step(pool, self._expect_prefix, [work for work in works if work.failure is None]))
                 with audit.about(path):
                     footer_keys = self._unwrap(
@@ -241,7 +242,7 @@ class Inventory:
         parsed = parse_key_metadata(key_metadata)
         if isinstance(parsed, KeyMaterial):
             # From a footer that is not authentic: shown, but not trusted.
-            return self._wrapped_use(FileKey(parsed, b"", None), column, is_footer=is_footer)
+            return self._wrapped_use(FileKey.of(parsed, b"", None), column, is_footer=is_footer)
         return UsedKey(column, is_footer, data_key=parsed.name if isinstance(parsed, DataKeyId) else None)
 
     def _wrapped_use(self, held: FileKey, column: str | None, *, is_footer: bool) -> UsedKey:

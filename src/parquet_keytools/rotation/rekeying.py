@@ -220,7 +220,7 @@ class _Rekeying:
             aad_prefix=footer.aad_prefix or None,
             store_aad_prefix=footer.envelope.aad_prefix is not None,
         )
-        return NewFileKeys(encryption, new.key_materials)
+        return replace(new, encryption=encryption)
 
     def _write(
         self, opened: OpenedFile, new: NewFileKeys, sink: contextlib.AbstractContextManager[ByteSink]

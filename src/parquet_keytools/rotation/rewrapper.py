@@ -323,9 +323,9 @@ class Rewrapper:
 
     def is_unwrapped(self, task: RewrapTask) -> bool:
         """Return whether a key has to be unwrapped here: another KMS wraps it, or another KEK replaces it."""
-        if self._new_kms is not self._kms:
-            return True
         old, new = task.old.master_key_id, task.new_master_key_id
+        if self._new_kms is not self._kms or self._kms.instance_of(old) != self._kms.instance_of(new):
+            return True
         return task.is_kek and (self._new_keks or not self._kms.rewraps_by_itself(old, new))
 
     def _count(self, wanted: Iterable[RewrapTask]) -> None:
@@ -455,7 +455,7 @@ class Rewrapper:
     def _counting(self, operation: str, outcomes: list[V | KmsError]) -> list[V | KmsError]:
         self._calls[operation] += len(outcomes)
         for outcome in outcomes:
-            if isinstance(outcome, KmsUnavailableError):
+            if isinstance(outcome, KmsUnavailableError) and not outcome.others_may_answer:
                 self._unreachable = outcome
             else:
                 self._answers += 1
@@ -482,15 +482,26 @@ class NewMaterial:
 
 
 def new_material(
-    text: str | bytes, material: KeyMaterial, rewrapped: Rewrapped, instance: KmsInstance | None
+    text: str | bytes,
+    material: KeyMaterial,
+    rewrapped: Rewrapped,
+    written_id: str,
+    instance: KmsInstance | None,
 ) -> NewMaterial:
     """Return key material with its wrapped key replaced; unknown fields stay.
+
+    Args:
+        text: The key material as stored.
+        material: The same, parsed.
+        rewrapped: The new wrapped key.
+        written_id: The identifier of the new master key for this file; see `KmsClient.id_in_file`.
+        instance: The KMS that the key material of a footer names; None leaves it.
 
     Raises:
         KeyMaterialError: The unwrapped KEK does not unwrap the DEK.
     """
     fields = parse_object(text, "key material")
-    fields["masterKeyID"] = _in_the_same_form(material.master_key_id, rewrapped.new_master_key_id)
+    fields["masterKeyID"] = _in_the_same_form(fields["masterKeyID"], written_id)
     dek = dek_of(material, rewrapped.key)
     fields["wrappedDEK" if material.kek_id is None else "wrappedKEK"] = rewrapped.wrapped_key
     kek = rewrapped.new_kek
@@ -503,6 +514,15 @@ def new_material(
         fields["kmsInstanceID"] = instance.instance_id
         fields["kmsInstanceURL"] = instance.instance_url
     return NewMaterial(json.dumps(fields, separators=(",", ":")), dek)
+
+
+def renamed_material(text: str | bytes, written_id: str) -> str | None:
+    """Return key material with another identifier for the same master key; None if it has this one."""
+    fields = parse_object(text, "key material")
+    if decode_master_key_id(fields["masterKeyID"]) == written_id:
+        return None
+    fields["masterKeyID"] = _in_the_same_form(fields["masterKeyID"], written_id)
+    return json.dumps(fields, separators=(",", ":"))
 
 
 def _in_the_same_form(stored: str, new_master_key_id: str) -> str:

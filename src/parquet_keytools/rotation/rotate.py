@@ -36,6 +36,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities, check_column_keys, check_footer_key
 from parquet_keytools.files.table_check import TableCheck
+from parquet_keytools.keys.kek import dek_of
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation.data_set_run import (
     FileChange,
@@ -65,6 +66,7 @@ from parquet_keytools.rotation.rewrapper import (
     WrappedKey,
     is_older_version,
     new_material,
+    renamed_material,
 )
 from parquet_keytools.rotation.tail import (
     ReplacedTail,
@@ -262,7 +264,7 @@ def master_key_id(configuration: Configuration | None, key: str) -> str:
         raise ConfigurationError(
             f"{key!r} is a data key: a rotation changes master keys.", hint="Use rekey for new data keys."
         )
-    return configuration.master_keys.get(key, key)
+    return configuration.master_key_id(key)
 
 
 def _instance_of(configuration: Configuration | None) -> KmsInstance:
@@ -399,6 +401,8 @@ class Rewrapping(FileChange):
     ) -> None:
         assert keys.kms is not None
         self.plan = plan
+        self.kms = keys.kms
+        self.new_kms = new_kms or keys.kms
         self.versions = MasterKeyVersions(keys.kms, new_kms, plan.known_versions)
         self.rewrapper = rewrapper or Rewrapper(keys.kms, new_kms, new_keks=plan.new_keks, only_count=plan.dry_run)
         self.aad_prefix_of = prefix_of(
@@ -416,7 +420,7 @@ class Rewrapping(FileChange):
         self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
     ) -> Iterator[tuple[FileLocation, FileOutcome]]:
         """Re-wrap the keys of the next files."""
-        return _Batch(self, pool, locked_folder).rotate(read_batch(pool, locations, self._data_keys))
+        return _Batch(self, pool, locked_folder).rotate(read_batch(pool, locations, self._data_keys, self.kms))
 
     def take_end(self) -> KmsUnavailableError | None:
         """Return the last error of the KMS if it has answered nothing since the last call of this method."""
@@ -546,7 +550,8 @@ class _Batch:
             return
         held = keys.footer_key
         if held is not None and id(held) in work.tasks and not self._plan.dry_run:
-            work.footer_dek = self._new(work, held).dek
+            _, task = work.tasks[id(held)]
+            work.footer_dek = dek_of(held.material, value_or_raise(self._rewrapped[task]).key)
         else:
             work.footer_dek = keys.footer_dek(self._unwrapped)
         keys.open(work.footer_dek, work.aad_prefix)
@@ -574,8 +579,34 @@ class _Batch:
         if id(held) not in work.new:
             _, task = work.tasks[id(held)]
             rewrapped = value_or_raise(self._rewrapped[task])
-            work.new[id(held)] = new_material(held.text, held.material, rewrapped, self._plan.instance)
+            written_id = self._run.new_kms.id_in_file(rewrapped.new_master_key_id, self._new_instance_id(work))
+            instance = self._plan.instance
+            if self._run.new_kms.instances:
+                instance = KmsInstance(self._run.new_kms.instance_of(rewrapped.new_master_key_id))
+            work.new[id(held)] = new_material(held.text, held.material, rewrapped, written_id, instance)
         return work.new[id(held)]
+
+    def _new_instance_id(self, work: BatchFile) -> str | None:
+        """Return the KMS that the footer names afterwards."""
+        held = work.read_keys.footer_key
+        if held is None or id(held) not in work.tasks:
+            return work.read_keys.instance_id
+        return self._run.new_kms.instance_of(work.tasks[id(held)][1].new_master_key_id)
+
+    def _new_texts(self, work: BatchFile) -> dict[int, str]:
+        """Return id -> new key material of the keys that change.
+
+        Keys that stay may have to be named in another way: their identifiers begin with the name of their KMS
+        where it is not the KMS of the footer.
+        """
+        texts = {id(held): self._new(work, held).text for held, _ in work.tasks.values()}
+        if self._run.new_kms.instances and not self._plan.other_kms:
+            instance_id = self._new_instance_id(work)
+            for held in work.read_keys.referenced:
+                written_id = self._run.new_kms.id_in_file(held.material.master_key_id, instance_id)
+                if id(held) not in texts and (text := renamed_material(held.text, written_id)) is not None:
+                    texts[id(held)] = text
+        return texts
 
     # --- files ---
 
@@ -610,7 +641,8 @@ class _Batch:
                 f"{path}: some keys would move to the other KMS and some would stay: no reader could open it.",
                 hint="Do not select keys.",
             )
-        if plan.other_kms and len({held.reference is None for held, _ in work.tasks.values()}) > 1:
+        moves_footer = plan.other_kms or self._new_instance_id(work) != keys.instance_id
+        if moves_footer and len({held.reference is None for held, _ in work.tasks.values()}) > 1:
             # After a crash between the two, either KMS would have some of the keys.
             raise OutputError(
                 f"{path}: some of its keys are in the footer, and some in the key material file. Two files cannot "
@@ -621,7 +653,8 @@ class _Batch:
         if plan.dry_run:
             work.result = FileRotation(path, RotationOutcome.WOULD_ROTATE, changes, how)
             return
-        done = [*self._replace_external(work, dropped), *self._replace_tail(work)]
+        texts = self._new_texts(work) if work.tasks else {}
+        done = [*self._replace_external(work, texts, dropped), *self._replace_tail(work, texts)]
         work.result = FileRotation(
             path,
             RotationOutcome.ROTATED,
@@ -660,12 +693,14 @@ class _Batch:
         outcome = RotationOutcome.NOTHING_TO_ROTATE if why else RotationOutcome.ALREADY_CURRENT
         return FileRotation(path, outcome, how=why)
 
-    def _replace_external(self, work: BatchFile, dropped: frozenset[str]) -> Iterator[ReplacedTail]:
+    def _replace_external(
+        self, work: BatchFile, new_texts: Mapping[int, str], dropped: frozenset[str]
+    ) -> Iterator[ReplacedTail]:
         keys = work.read_keys
         texts = {
-            held.reference: self._new(work, held).text
-            for held, _ in work.tasks.values()
-            if held.reference is not None
+            held.reference: new_texts[id(held)]
+            for held in keys.referenced
+            if held.reference is not None and id(held) in new_texts
         }
         if keys.external is None or not (texts or dropped):
             return
@@ -679,12 +714,12 @@ class _Batch:
         )
         yield ReplacedTail("new key material file", len(new), 0)
 
-    def _replace_tail(self, work: BatchFile) -> Iterator[ReplacedTail]:
+    def _replace_tail(self, work: BatchFile, new_texts: Mapping[int, str]) -> Iterator[ReplacedTail]:
         keys, footer, dek = work.read_keys, work.read_keys.footer, work.footer_dek
         metadata = {
-            held.text: self._new(work, held).text.encode()
-            for held, _ in work.tasks.values()
-            if held.reference is None and isinstance(held.text, bytes)
+            held.text: new_texts[id(held)].encode()
+            for held in keys.referenced
+            if held.reference is None and isinstance(held.text, bytes) and id(held) in new_texts
         }
         if not metadata:
             return

@@ -24,11 +24,10 @@ from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import KEY_REFUSALS, KeytoolsError, KmsError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.key_chain import IcebergKeys
-from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.spark.table_options import TableRequests, WriteRequests
+from parquet_keytools.spark.table_options import TableRequests, WriteRequests, id_of_jvm
 from parquet_keytools.spark.transport import (
     PREAMBLE,
     Frame,
@@ -196,7 +195,7 @@ class KmsWorker:
         folder, _, text = content.partition(b"\n")
         configuration = received_configuration(text.decode(), Path(os.fsdecode(folder)))
         self._kms = _kms_of(configuration)
-        self._tables = TableRequests(configuration)
+        self._tables = TableRequests(configuration, self._kms)
         keys = KeyService(configuration, self._kms, time.monotonic)
         self._writes = WriteRequests(keys)
         self._iceberg = IcebergKeys(keys)
@@ -239,14 +238,12 @@ class KmsWorker:
         """Answer requests of one operation: `_take` let them pass as soon as there were keys."""
         kms, iceberg = self._kms, self._iceberg
         if operation is Operation.WRAP and kms is not None:
-            wraps = self._readable(
-                frames, lambda p: WrapRequest(_key_to_wrap(p), decode_master_key_id(p.master_key_id))
-            )
+            wraps = self._readable(frames, lambda p: WrapRequest(_key_to_wrap(p), id_of_jvm(kms, p.master_key_id)))
             self._answer_all("wrap", wraps, kms.wrap_many, str.encode)
         elif operation is Operation.UNWRAP and kms is not None:
             unwraps = self._readable(
                 frames,
-                lambda p: UnwrapRequest(p.key.decode("ascii", "replace"), decode_master_key_id(p.master_key_id)),
+                lambda p: UnwrapRequest(p.key.decode("ascii", "replace"), id_of_jvm(kms, p.master_key_id)),
             )
             self._answer_all("unwrap", unwraps, kms.unwrap_many, SecretBytes.reveal)
         elif operation is Operation.WRAP_KEK and iceberg is not None:
@@ -265,8 +262,8 @@ class KmsWorker:
         for frame in frames:
             try:
                 readable.append((frame, request(read_key_request(frame.content))))
-            except ValueError as error:
-                self._answer(frame, Status.FAILED, str(error).encode())
+            except (ValueError, KeytoolsError) as error:
+                self._answer(frame, Status.FAILED, str(error).encode(errors="replace"))
         return readable
 
     def _answer_all(

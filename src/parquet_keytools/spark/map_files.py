@@ -10,6 +10,7 @@ task gets its share of them.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import re
@@ -40,6 +41,7 @@ from parquet_keytools.files.key_service import KeyService, NewFileKeys, TablePol
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient, KmsSettings
+from parquet_keytools.kms.named import each_kms
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.runtime.presentation import expanded
@@ -203,14 +205,12 @@ class Job:
         """Return how many tasks there may be; None for any number."""
         limits = [] if max_tasks is None else [max_tasks]
         for configuration in (self.configuration, self.new_configuration):
-            kms = None if configuration is None else configuration.kms
-            if not isinstance(kms, RemoteKmsSettings):
-                continue
-            if "max_concurrent_calls" in kms.model_fields_set:
-                limits.append(max(1, kms.max_concurrent_calls // self._attempts_at_a_time))
-            if kms.max_calls_per_second is not None and max_tasks is None:
-                # More tasks would only make the share of each smaller.
-                limits.append(self._cores)
+            for kms in _remote_kmss(configuration):
+                if "max_concurrent_calls" in kms.model_fields_set:
+                    limits.append(max(1, kms.max_concurrent_calls // self._attempts_at_a_time))
+                if kms.max_calls_per_second is not None and max_tasks is None:
+                    # More tasks would only make the share of each smaller.
+                    limits.append(self._cores)
         return min(limits, default=None)
 
     def map_files(
@@ -257,8 +257,9 @@ class Job:
         self._is_kms_seen = True
         try:
             self.keys.open_files([file_at(self.root, file.name)], identities=FileIdentities(refuses=False))
-        except KmsUnavailableError:
-            raise
+        except KmsUnavailableError as error:
+            if not error.others_may_answer:
+                raise
         except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException):
             # A matter of this file, which its task reports.
             return
@@ -398,9 +399,6 @@ def _run_tasks(
             location = file_at(root, file.name)
             if worker.unavailable is None:
                 outcomes.append(_outcome(function, worker, location, file))
-                if outcomes[-1].error_class == KmsUnavailableError.__name__:
-                    # Every other file of this job would wait for the KMS as long as this one did.
-                    worker.unavailable = outcomes[-1].error
             else:
                 reason = f"not started, because the KMS was unavailable before: {worker.unavailable}"
                 kind = KmsUnavailableError.__name__
@@ -415,6 +413,9 @@ def _outcome(function: FileFunction, worker: Worker, location: FileLocation, fil
         outcome = function(worker, location, file)
     except (KeytoolsError, OSError, UnicodeEncodeError, pa.ArrowException) as error:
         outcome = Outcome.of_error(str(location), error, size_bytes=file.size_bytes)
+        if isinstance(error, KmsUnavailableError) and not error.others_may_answer:
+            # Every other file of this job would wait for the KMS as long as this one did.
+            worker.unavailable = outcome.error
     return replace(outcome, seconds=time.monotonic() - started)
 
 
@@ -446,7 +447,9 @@ class WorkerKeyService(KeyService):
         for _, key_metadata in new.encryption.deks:
             material = new.material(key_metadata)
             if material is not None:
-                master_key_id = decode_master_key_id(material.master_key_id)
+                master_key_id = self.kms.id_of_file(
+                    decode_master_key_id(material.master_key_id), new.kms_instance_id
+                )
                 version = self.kms.wrapped_key_version(material.kms_wrapped_key, master_key_id)
                 counts[master_key_id, version] += 1
         return [
@@ -467,9 +470,8 @@ class Worker:
         """Why the KMS could not be reached. Then this process begins no other file of the job."""
         self._kept: dict[str, Any] = {}
         # Tasks that start together do not all call the KMS at once.
-        kms = self.new_keys.configuration.kms
-        if isinstance(kms, RemoteKmsSettings) and kms.max_calls_per_second is not None:
-            time.sleep(position % carried.tasks / kms.max_calls_per_second)
+        slowest = [kms.max_calls_per_second or math.inf for kms in _remote_kmss(self.new_keys.configuration)]
+        time.sleep(position % carried.tasks / min(slowest, default=math.inf))
 
     def keep(self, name: str, make: Callable[[], T]) -> T:
         """Return what was made under a name for this job, or make it."""
@@ -527,8 +529,25 @@ _CALLS_TO_WAIT_FOR = 20
 _MOST_SECONDS = 3600.0
 
 
+def _remote_kmss(configuration: Configuration | None) -> list[RemoteKmsSettings]:
+    """Return the settings of each KMS across a network."""
+    found: list[RemoteKmsSettings] = []
+
+    def look(settings: KmsSettings) -> KmsSettings:
+        found.extend([settings] if isinstance(settings, RemoteKmsSettings) else [])
+        return settings
+
+    if configuration is not None and configuration.kms is not None:
+        each_kms(configuration.kms, look)
+    return found
+
+
 def _shared(settings: KmsSettings, tasks: int) -> KmsSettings:
-    """Return the settings of a KMS client that shares the limits with the other tasks."""
+    """Return the settings of KMS clients that share the limits with the other tasks."""
+    return each_kms(settings, partial(_shared_one, tasks=tasks))
+
+
+def _shared_one(settings: KmsSettings, tasks: int) -> KmsSettings:
     if not isinstance(settings, RemoteKmsSettings) or tasks <= 1:
         return settings
     shared = settings.shared_by(tasks)

@@ -34,6 +34,7 @@ FACTORY_OPTIONS = {
 }
 """What makes parquet-java ask us. Without these it ignores all other options, and writes plaintext in silence."""
 
+KMS_INSTANCE = "parquet.encryption.kms.instance.id"
 TABLE = "parquet.keytools.table"
 """The option of a read or a write that names the table of its files."""
 
@@ -247,7 +248,7 @@ def session_settings(
     reading = configuration.reading
     properties = {
         **FACTORY_OPTIONS,
-        "parquet.encryption.kms.instance.id": kms.instance_id,
+        KMS_INSTANCE: kms.instance_id,
         # Else parquet-java looks for one in the files.
         "parquet.encryption.kms.instance.url": "DEFAULT",
         "parquet.encryption.cache.lifetime.seconds": str(int(reading.cache_lifetime_seconds)),

@@ -18,9 +18,11 @@ from parquet_keytools.files.field_labels import labels_of_spark
 from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, refuse_values_of_folders
 from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
+from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.spark.session import (
     AAD_PREFIX,
     FACTORY_OPTIONS,
+    KMS_INSTANCE,
     TABLE,
     cache_name,
     refuse_digests_in_spark,
@@ -65,7 +67,9 @@ def table_options(
         raise UnsupportedBySparkError(reasons, hint=_HINT)
     # A configuration that executors cannot have is refused here, before a job starts.
     carried(keys.configuration)
-    return _key_options(policy) | _other_options(policy, written)
+    # `spark_limits` refuses tables whose keys are not in a KMS.
+    assert keys.kms is not None
+    return _key_options(policy, keys.kms) | _other_options(policy, written, keys.kms)
 
 
 def read_options(configuration: Configuration, table_name: str | None) -> dict[str, str]:
@@ -109,13 +113,18 @@ def _cannot_be_listed(name: str) -> bool:
     return any(mark in name for mark in ".:;,") or "${" in name or name != name.strip() or not name.isprintable()
 
 
-def _key_options(policy: TablePolicy) -> dict[str, str]:
+def _key_options(policy: TablePolicy, kms: KmsClient) -> dict[str, str]:
     table = policy.table
-    footer_key = _listed_id(policy.master_key_ids[table.footer_key])
+    instance_id = kms.instance_of(policy.master_key_ids[table.footer_key])
+
+    def listed(key_name: str) -> str:
+        return _listed_id(kms.id_in_file(policy.master_key_ids[key_name], instance_id))
+
+    footer_key = listed(table.footer_key)
     column_keys: dict[str, list[str]] = {}
     for path, key in policy.columns.items():
         if key.kind == "column_key" and key.key_name is not None:
-            column_keys.setdefault(_listed_id(policy.master_key_ids[key.key_name]), []).append(".".join(path))
+            column_keys.setdefault(listed(key.key_name), []).append(".".join(path))
     if not column_keys:
         return {"parquet.encryption.uniform.key": footer_key}
     return {
@@ -125,8 +134,10 @@ def _key_options(policy: TablePolicy) -> dict[str, str]:
     }
 
 
-def _other_options(policy: TablePolicy, written: Sequence[ColumnPath]) -> dict[str, str]:
+def _other_options(policy: TablePolicy, written: Sequence[ColumnPath], kms: KmsClient) -> dict[str, str]:
     table = policy.table
+    # parquet-java keeps KEKs by the identifier of a master key in the file, which depends on the footer's KMS.
+    instances = [kms.instance_of(policy.master_key_ids[table.footer_key])] if kms.instances else []
     options = {
         # Else a session that was not configured would write plaintext, and so would one that inserts into a
         # catalog table with these options.
@@ -140,8 +151,12 @@ def _other_options(policy: TablePolicy, written: Sequence[ColumnPath]) -> dict[s
         TABLE: policy.table_name,
         _COLUMNS: ",".join(quote_plus(".".join(path)) for path in written),
         # Tables share KEKs where these may be the same; our factory adds the configuration of the session.
-        _CACHE_NAME: cache_name("writing", table.effective_kek_length_bits, table.cache_lifetime_seconds),
+        _CACHE_NAME: cache_name(
+            "writing", table.effective_kek_length_bits, table.cache_lifetime_seconds, *instances
+        ),
     }
+    if instances:
+        options[KMS_INSTANCE] = instances[0]
     if table.double_wrapping:
         options["parquet.encryption.kek.length.bits"] = str(table.effective_kek_length_bits)
     if any(path[-1:] == ("metadata",) for path in written):
@@ -305,8 +320,9 @@ class TableRequests:
     folders above the file give values to. May be used by any number of threads.
     """
 
-    def __init__(self, configuration: Configuration) -> None:
+    def __init__(self, configuration: Configuration, kms: KmsClient | None = None) -> None:
         self._configuration = configuration
+        self._kms = kms
         self._checks: dict[str, TableCheck] = {}
 
     def check(self, content: bytes) -> bytes:
@@ -322,7 +338,7 @@ class TableRequests:
             ValueError: The content is no such request.
         """
         request = json.loads(content)
-        columns = [_column(*column) for column in request.get("columns", [])]
+        columns = [self._column(*column) for column in request.get("columns", [])]
         folders = {name: f"{name}=..." for name in request.get("folders", [])}
         encrypted = [column.path for column in columns if column.encryption is not ColumnEncryption.PLAINTEXT]
         if not self._configuration.tables:
@@ -330,7 +346,7 @@ class TableRequests:
             return b""
         check = self._check_of(request["table"], request["file"])
         algorithm = Algorithm(request["algorithm"])
-        footer_key = _key(request["footer_key"])
+        footer_key = self._key(request["footer_key"])
         mismatches = check.footer_mismatches(algorithm, footer_key)
         check.refuse(request["file"], [*mismatches, *check.column_mismatches(footer_key, columns)])
         keyed = [(name,) for name in check.keyed(folders)]
@@ -349,12 +365,21 @@ class TableRequests:
             check = self._checks[table_name] = TableCheck(self._configuration, name, ignores_case=True)
         return check
 
+    def _key(self, named: str) -> KeyReference:
+        return MasterKeyReference(id_of_jvm(self._kms, named))
 
-def _key(master_key_id: str) -> KeyReference:
-    return MasterKeyReference(decode_master_key_id(master_key_id))
+    def _column(self, path: list[str], kind: str, named: str | None) -> SeenColumn:
+        if kind not in ColumnEncryption.__members__:
+            raise ValueError("there is no such kind of encryption")
+        return SeenColumn(tuple(path), ColumnEncryption[kind], None if named is None else self._key(named))
 
 
-def _column(path: list[str], kind: str, master_key_id: Any) -> SeenColumn:
-    if kind not in ColumnEncryption.__members__:
-        raise ValueError("there is no such kind of encryption")
-    return SeenColumn(tuple(path), ColumnEncryption[kind], None if master_key_id is None else _key(master_key_id))
+def id_of_jvm(kms: KmsClient | None, named: str) -> str:
+    """Return the identifier of a master key that a JVM names: the KMS of the file, a line end, and what it says.
+
+    Raises:
+        KeyNotAvailableError: The configuration does not have this KMS.
+    """
+    instance_id, mark, written = named.partition("\n")
+    master_key_id = decode_master_key_id(written if mark else named)
+    return master_key_id if kms is None else kms.id_of_file(master_key_id, instance_id if mark else None)

@@ -117,16 +117,18 @@ def _name_limits(policy: TablePolicy) -> list[str]:
 class _WrappingKms(pe.KmsClient):  # type: ignore[misc]
     """Wraps keys for pyarrow with a KMS client."""
 
-    def __init__(self, kms: KmsClient) -> None:
+    def __init__(self, kms: KmsClient, instance_id: str) -> None:
         super().__init__()
         share_with_arrow(self)
         self._kms = kms
+        self._instance_id = instance_id
 
     def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
         key = SecretBytes(key_bytes)
         # Some tools print the variables of a traceback.
         del key_bytes
-        request = WrapRequest(key, decode_master_key_id(master_key_identifier))
+        master_key_id = self._kms.id_of_file(decode_master_key_id(master_key_identifier), self._instance_id)
+        request = WrapRequest(key, master_key_id)
         return value_or_raise(self._kms.wrap_many([request])[0])
 
 
@@ -141,7 +143,7 @@ class ArrowEncryptor:
         self.keys = keys
         self._clock = clock
         self._lock = ForkSafeLock()
-        self._factories: dict[tuple[float, int], tuple[float, pe.CryptoFactory]] = {}
+        self._factories: dict[tuple[float, str, int], tuple[float, pe.CryptoFactory]] = {}
 
     def properties(
         self, table_name: str | None, schema: pa.Schema, location: FileLocation
@@ -170,14 +172,15 @@ class ArrowEncryptor:
         limits = arrow_limits(policy)
         if limits:
             raise UnsupportedByArrowError(limits, hint="Keytools.writer and Keytools.filesystem can.")
-        settings = self.keys.configuration.kms
-        connection = pe.KmsConnectionConfig(
-            kms_instance_id="DEFAULT" if settings is None else settings.instance_id
-        )
-        configuration = _encryption_configuration(policy)
+        kms = self.keys.kms
+        # `arrow_limits` refuses tables whose keys are not in a KMS.
+        assert kms is not None
+        instance_id = kms.instance_of(policy.master_key_ids[policy.table.footer_key])
+        connection = pe.KmsConnectionConfig(kms_instance_id=instance_id)
+        configuration = _encryption_configuration(policy, kms, instance_id)
         # One at a time: threads that miss pyarrow's cache together would each wrap a KEK.
         with self._lock:
-            factory = self._factory(policy.table.cache_lifetime_seconds)
+            factory = self._factory(kms, instance_id, policy.table.cache_lifetime_seconds)
             properties = factory.file_encryption_properties(connection, configuration)
         return properties, (factory, connection, configuration)
 
@@ -186,29 +189,31 @@ class ArrowEncryptor:
         with self._lock:
             self._factories.clear()
 
-    def _factory(self, lifetime_seconds: float) -> pe.CryptoFactory:
-        key = (lifetime_seconds, os.getpid())
+    def _factory(self, kms: KmsClient, instance_id: str, lifetime_seconds: float) -> pe.CryptoFactory:
+        # pyarrow keeps KEKs by the identifier of a master key in the file, which depends on the footer's KMS.
+        key = (lifetime_seconds, instance_id, os.getpid())
         now = self._clock()
         made_at, factory = self._factories.get(key, (0.0, None))
         if factory is None or now >= made_at + lifetime_seconds:
-            kms = self.keys.kms
-            # `arrow_limits` refuses tables whose keys are not in a KMS.
-            assert kms is not None
-            factory = pe.CryptoFactory(lambda _: _WrappingKms(kms))
+            factory = pe.CryptoFactory(lambda _: _WrappingKms(kms, instance_id))
             self._factories[key] = now, factory
         return factory
 
 
-def _encryption_configuration(policy: TablePolicy) -> pe.EncryptionConfiguration:
+def _encryption_configuration(policy: TablePolicy, kms: KmsClient, instance_id: str) -> pe.EncryptionConfiguration:
     table = policy.table
     column_keys: dict[str, list[str]] = {}
+
+    def written(key_name: str) -> str:
+        return encode_master_key_id(kms.id_in_file(policy.master_key_ids[key_name], instance_id))
+
     for path, key in policy.columns.items():
         if key.kind == "column_key" and key.key_name is not None:
-            names = column_keys.setdefault(encode_master_key_id(policy.master_key_ids[key.key_name]), [])
+            names = column_keys.setdefault(written(key.key_name), [])
             if ".".join(path) not in names:
                 names.append(".".join(path))
     return pe.EncryptionConfiguration(
-        encode_master_key_id(policy.master_key_ids[table.footer_key]),
+        written(table.footer_key),
         # `arrow_limits` refuses uniform encryption where pyarrow does not have it.
         **({"column_keys": column_keys} if column_keys else {"uniform_encryption": True}),
         encryption_algorithm=table.algorithm,
@@ -298,7 +303,14 @@ def _decryption_properties(opened: OpenedFile) -> pq.FileDecryptionProperties:
     if opened.retriever.key_materials is not None:
         material = serialise_key_materials(opened.retriever.key_materials)
         place = opened.location.name, pafs.PyFileSystem(_KnownMaterial(material))
-    kms = _AnsweringKms(opened.kms_keys.answers)
+    answers = opened.kms_keys.answers
+    kms = _AnsweringKms(
+        {
+            (wrapped_key, written_id): answers[wrapped_key, master_key_id]
+            for (wrapped_key, written_id), master_key_id in opened.retriever.written_ids.items()
+            if (wrapped_key, master_key_id) in answers
+        }
+    )
     # Without an instance, pyarrow takes it from the file, which may lack it.
     connection = pe.KmsConnectionConfig(kms_instance_id="DEFAULT", kms_instance_url="DEFAULT")
     return pe.CryptoFactory(lambda _: kms).file_decryption_properties(

@@ -312,13 +312,6 @@ def test_key_metadata_means_a_master_key_or_a_data_key():
     assert footer_key_seen(b"kc", **without) == DataKeyReference("kc"), "what the file names comes first"
 
 
-def test_identifiers_that_pyarrow_carried_are_decoded_once():
-    encoded = material("arn%3Aaws%3Akms").serialise(internal=True).encode()
-    assert footer_key_seen(encoded) == master("arn:aws:kms")
-    twice = material("arn%253Aaws").serialise(internal=True).encode()
-    assert footer_key_seen(twice) == master("arn%3Aaws")
-
-
 def test_a_reference_means_what_lies_beside_the_file():
     reference = KeyReference("columnKey0").serialise()
     assert footer_key_seen(reference, {"columnKey0": material("pii")}) == master("pii")

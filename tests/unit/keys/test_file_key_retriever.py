@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from faults import FaultyKms, TurnedClock
 
+from parquet_keytools.config.key_policy import MasterKeyReference
 from parquet_keytools.errors import KeyMaterialError, KeyNotAvailableError, KmsAccessDeniedError
+from parquet_keytools.files.table_check import seen_key
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference
 from parquet_keytools.keys.key_wrapping import (
     DataKeys,
@@ -55,6 +57,15 @@ def retriever(
 ) -> FileKeyRetriever:
     keys = KmsKeys(KeyUnwrapper(kms, TurnedClock()), 600)
     return FileKeyRetriever(keys, data_keys or DataKeys(DATA_KEYS), location)
+
+
+def test_identifiers_that_pyarrow_carried_are_decoded_once(
+    kms: FaultyKms, location: FileLocation, material: KeyMaterial
+) -> None:
+    keys = retriever(kms, location)
+    for written, meant in {"arn%3Aaws%3Akms": "arn:aws:kms", "arn%253Aaws": "arn%3Aaws"}.items():
+        key_metadata = replace(material, master_key_id=written).serialise(internal=True).encode()
+        assert seen_key(keys, key_metadata, None) == MasterKeyReference(meant)
 
 
 def test_internal_key_material(kms: FaultyKms, location: FileLocation, material: KeyMaterial) -> None:

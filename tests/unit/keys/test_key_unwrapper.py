@@ -170,7 +170,7 @@ class MasterKeysThatFail(InMemoryKms):
 
 def error_of(kms: InMemoryKms, material: KeyMaterial) -> tuple[KmsKeys, KmsError]:
     keys = KmsKeys(KeyUnwrapper(kms, TurnedClock()), 600)
-    (error,) = keys.deks([material])
+    (error,) = keys.deks([keys.of_file(material, None)])
     assert isinstance(error, KmsError)
     return keys, error
 
@@ -181,7 +181,7 @@ def test_a_refused_master_key_is_a_refusal(refusal: str) -> None:
     material = replace(wrap(kms, "a:b")[1][0], master_key_id=encode_master_key_id("a:b"))
     getattr(kms, refusal)("a:b")
     keys, error = error_of(kms, material)
-    assert keys.refuses_key(material, error)
+    assert keys.refuses_key(keys.of_file(material, None), error)
     assert kms.described == (refusal == "disable")
 
 
@@ -244,5 +244,6 @@ def test_both_spellings_are_one_key(kms: FaultyKms, unwrapper: KeyUnwrapper) -> 
     """Files written through pyarrow carry the encoded identifier, others the plain one."""
     deks, (material,) = wrap(kms, ARN)
     encoded = replace(material, master_key_id=encode_master_key_id(ARN))
-    assert KmsKeys(unwrapper, 600).deks([material, encoded]) == deks * 2
+    keys = KmsKeys(unwrapper, 600)
+    assert keys.deks([keys.of_file(one, None) for one in (material, encoded)]) == deks * 2
     assert kms.call_counts["unwrap"] == 1

@@ -24,6 +24,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.keys import key_wrapping as file_key_retriever
 from parquet_keytools.keys.key_wrapping import DataKeys
+from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import data_set_run, file_keys, rotate
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, Outcome
@@ -326,9 +327,9 @@ def test_a_file_that_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.Mo
     case.add_version()
     read = file_keys.read_file_keys
 
-    def remove_first(location: FileLocation, data_keys: DataKeys) -> Any:
+    def remove_first(location: FileLocation, data_keys: DataKeys, kms: KmsClient | None) -> Any:
         (case.folder / "000.parquet").unlink(missing_ok=True)
-        return read(location, data_keys)
+        return read(location, data_keys, kms)
 
     monkeypatch.setattr(file_keys, "read_file_keys", remove_first)
     report = case.tools().rotate(case.folder)

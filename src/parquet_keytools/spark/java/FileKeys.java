@@ -34,6 +34,7 @@ final class FileKeys {
   private final Map held = new HashMap();
   private JsonNode externalMaterial = null;
   private String externalDigest = "";
+  private String instanceId = null;
 
   FileKeys(Configuration configuration, Path path) {
     this.configuration = configuration;
@@ -49,15 +50,24 @@ final class FileKeys {
     return externalDigest;
   }
 
-  /** Returns the identifier of the master key that some key metadata names. */
+  /** Returns the KMS of the file and the master key that some key metadata names; the footer's come first. */
   String masterKeyId(byte[] keyMetadata) {
-    return text(material(keyMetadata), "masterKeyID");
+    return masterKeyId(material(keyMetadata));
+  }
+
+  private synchronized String masterKeyId(JsonNode material) {
+    JsonNode isFooterKey = (JsonNode) material.get("isFooterKey");
+    JsonNode named = (JsonNode) material.get("kmsInstanceID");
+    if (instanceId == null && isFooterKey != null && isFooterKey.asBoolean() && named != null) {
+      instanceId = named.asText();
+    }
+    return PythonKmsClient.named(instanceId, text(material, "masterKeyID"));
   }
 
   /** Returns the DEK that some key metadata means. */
   synchronized byte[] dek(byte[] keyMetadata) {
     JsonNode material = material(keyMetadata);
-    String masterKeyId = text(material, "masterKeyID");
+    String masterKeyId = masterKeyId(material);
     String wrappedDek = text(material, "wrappedDEK");
     if (!flag(material, "doubleWrapping")) {
       return kms.unwrapKey(wrappedDek, masterKeyId);

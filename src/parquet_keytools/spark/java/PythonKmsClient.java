@@ -10,18 +10,26 @@ import org.apache.parquet.crypto.keytools.KmsClient;
  */
 public class PythonKmsClient implements KmsClient {
   private KmsWorker worker;
+  private String instanceId;
 
   public void initialize(Configuration configuration, String instanceId, String instanceUrl, String accessToken) {
-    // Instance and URL may come from a file: whoever writes files must not choose the KMS.
+    // The URL may come from a file, and chooses no KMS. The instance selects among those of the configuration.
+    this.instanceId = instanceId;
     worker = KmsWorker.of(configuration);
   }
 
   public String wrapKey(byte[] key, String masterKeyId) {
-    return new String(worker.askForKey(KmsWorker.WRAP, key, masterKeyId), StandardCharsets.UTF_8);
+    return new String(worker.askForKey(KmsWorker.WRAP, key, named(instanceId, masterKeyId)), StandardCharsets.UTF_8);
   }
 
   public byte[] unwrapKey(String wrappedKey, String masterKeyId) {
-    return worker.askForKey(KmsWorker.UNWRAP, wrappedKey.getBytes(StandardCharsets.UTF_8), masterKeyId);
+    return worker.askForKey(KmsWorker.UNWRAP, wrappedKey.getBytes(StandardCharsets.UTF_8),
+        named(instanceId, masterKeyId));
+  }
+
+  /** Returns what the worker is asked with: the KMS of the file, a line end, and the master key as the file says. */
+  static String named(String instanceId, String masterKeyId) {
+    return instanceId == null || masterKeyId.indexOf('\n') >= 0 ? masterKeyId : instanceId + '\n' + masterKeyId;
   }
 
   /** Returns what the workers of this JVM counted, as a JSON array: for those who look after a session. */

@@ -1,0 +1,384 @@
+"""Several KMSs of one configuration behind one client: the identifier of a master key begins with its KMS's name.
+
+`eu::alias/pii` is the master key `alias/pii` in the KMS named `eu`. A file names the KMS of its footer's key as
+parquet-java does, in `kmsInstanceID`. Identifiers in the file without a name are in this KMS; see docs/adr/0016.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import SerializeAsAny
+
+from parquet_keytools.errors import (
+    KeyNotAvailableError,
+    KmsConfigurationError,
+    KmsError,
+    KmsUnavailableError,
+    without_frames,
+)
+from parquet_keytools.kms.client import (
+    KmsClient,
+    KmsSettings,
+    MasterKeyDescription,
+    RewrapRequest,
+    UnwrapRequest,
+    WrapRequest,
+)
+from parquet_keytools.runtime.fork_safety import ForkSafeLock, SharedWork
+from parquet_keytools.runtime.working_threads import in_threads
+from parquet_keytools.secret_bytes import SecretBytes
+
+T = TypeVar("T")
+R = TypeVar("R", WrapRequest, UnwrapRequest, RewrapRequest)
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""The name of a KMS. It stands in files, so it is no place for a secret."""
+
+RESERVED_NAMES = ("default", "DEFAULT", "type")
+UNNAMED = (None, "DEFAULT", "")
+"""What files say that do not name their KMS."""
+
+_MARK = "::"
+
+
+def with_name(kms: str, master_key_id: str) -> str:
+    """Return the identifier of a master key with the name of its KMS."""
+    return f"{kms}{_MARK}{master_key_id}"
+
+
+def split_name(master_key_id: str) -> tuple[str | None, str]:
+    """Return the name of the KMS, None if there is none, and the identifier within it."""
+    name, mark, within = master_key_id.partition(_MARK)
+    return (name, within) if mark and within and NAME.fullmatch(name) else (None, master_key_id)
+
+
+class NamedKmsSettings(KmsSettings):
+    """Several KMSs: the settings under `kms:` without a `type`.
+
+    Attributes:
+        kmss: Name -> settings.
+        default: The KMS of master keys and files that name none; None makes these an error.
+    """
+
+    type: Literal["named"] = "named"
+    kmss: dict[str, SerializeAsAny[KmsSettings]]
+    default: str | None = None
+
+    def secret_files(self) -> Mapping[tuple[str, ...], Path]:
+        """Return the files that hold secrets of any of the KMSs."""
+        return {
+            (name, *names): path
+            for name, settings in self.kmss.items()
+            for names, path in settings.secret_files().items()
+        }
+
+
+def each_kms(settings: KmsSettings, change: Callable[[KmsSettings], KmsSettings]) -> KmsSettings:
+    """Return settings with one KMS, or each of several, changed; the same object if nothing changes."""
+    if not isinstance(settings, NamedKmsSettings):
+        return change(settings)
+    changed = {name: change(one) for name, one in settings.kmss.items()}
+    same = all(changed[name] is one for name, one in settings.kmss.items())
+    return settings if same else settings.model_copy(update={"kmss": changed})
+
+
+class NamedKmss(KmsClient):
+    """Sends each request to the KMS that the identifier of its master key names; several answer at the same time.
+
+    A KMS that could not be reached is not called again for as long as it was waited for, and by a command not at
+    all: requests fail at once then. The other KMSs answer as before.
+    """
+
+    backend = "kms"
+    Settings = NamedKmsSettings
+
+    def __init__(self, clients: Mapping[str, KmsClient], default: str | None = None) -> None:
+        super().__init__()
+        self._clients = dict(clients)
+        for name, client in clients.items():
+            client.instance_id, client.is_one_of_several = name, True
+        self._default = default
+        self._unreachable_lock = ForkSafeLock()
+        self._unreachable: dict[str, tuple[float, KmsUnavailableError]] = {}
+
+    @classmethod
+    def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
+        """Not supported: `registry.make_client` makes the clients of all KMSs."""
+        raise NotImplementedError
+
+    @property
+    def has_generated_keys(self) -> bool:
+        """Whether one of them made its master keys itself, so that no other process has them."""
+        return any(getattr(client, "has_generated_keys", False) for client in self._clients.values())
+
+    @property
+    def call_counts(self) -> Counter[str]:
+        """Number of keys sent to all KMSs, by operation."""
+        return sum((client.call_counts for client in self._clients.values()), Counter())
+
+    # --- identifiers ---
+
+    @property
+    def instances(self) -> frozenset[str]:
+        """The names of the KMSs."""
+        return frozenset(self._clients)
+
+    def parts(self, master_key_id: str) -> tuple[KmsClient, str]:
+        """Return the client of a master key, and the identifier of the master key in its KMS."""
+        name, within = self._split(master_key_id)
+        return self._clients[name], within
+
+    def instance_of(self, master_key_id: str) -> str:
+        """Return the name of the KMS."""
+        return self._split(master_key_id)[0]
+
+    def id_in_file(self, master_key_id: str, instance_id: str | None) -> str:
+        """Return the identifier without the name of its KMS if the file's footer names this KMS."""
+        name, within = self._split(master_key_id)
+        named = self._default if instance_id in UNNAMED else instance_id
+        return within if name == named else with_name(name, within)
+
+    def id_of_file(self, master_key_id: str, instance_id: str | None) -> str:
+        """Return the identifier with the name of its KMS."""
+        name, within = split_name(master_key_id)
+        if name is None:
+            name = instance_id if instance_id not in UNNAMED else self._default
+        if name in self._clients:
+            return with_name(name, within)
+        if name is None:
+            raise KeyNotAvailableError(
+                f"the file does not name the KMS of the master key {master_key_id[:200]!r}, and the configuration "
+                "has several.",
+                hint="Name the KMS of these files: `default:` under `kms:`.",
+            )
+        raise KeyNotAvailableError(
+            f"the file names the KMS {name[:64]!r} for the master key {within[:200]!r}, and the configuration has "
+            "no KMS of this name.",
+            hint=f"Add it under `kms:`, which names {', '.join(self._clients)}, if you trust it.",
+        )
+
+    def _split(self, master_key_id: str) -> tuple[str, str]:
+        name, within = split_name(master_key_id)
+        name = self._default if name is None else name
+        if name in self._clients:
+            return name, within
+        raise KmsConfigurationError(
+            f"there is no KMS named {name!r}" if name else "its KMS is not named, and there is no default",
+            backend=self.backend,
+            operation="find",
+            master_key_id=master_key_id,
+            hint=f"Write the name of one of the KMSs, {', '.join(self._clients)}, and `::` in front.",
+        )
+
+    # --- requests ---
+
+    def master_key_ids(self) -> frozenset[str] | None:
+        """Return all identifiers, with names; None if one of the KMSs does not list its master keys."""
+        found: set[str] = set()
+        for name, client in self._clients.items():
+            try:
+                known = client.master_key_ids()
+            except KmsError:
+                return None
+            if known is None:
+                return None
+            found |= {with_name(name, within) for within in known}
+        return frozenset(found)
+
+    def trust(self, master_key_ids: Iterable[str]) -> None:
+        """Trust these master keys, each in its own KMS only."""
+        for client, within in self._by_kms(master_key_ids):
+            client.trust(within)
+
+    def trust_also(self, master_key_ids: Iterable[str]) -> None:
+        """Trust these master keys, too, each in its own KMS only."""
+        for client, within in self._by_kms(master_key_ids):
+            client.trust_also(within)
+
+    def _by_kms(self, master_key_ids: Iterable[str]) -> list[tuple[KmsClient, list[str]]]:
+        split = list(map(self._split, master_key_ids))
+        return [
+            (client, [within for kms, within in split if kms == name]) for name, client in self._clients.items()
+        ]
+
+    def wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        """Wrap keys; see `KmsClient.wrap_many`."""
+        return self._routed(requests, lambda client, some: client.wrap_many(some))
+
+    def unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        """Unwrap keys; see `KmsClient.unwrap_many`."""
+        return self._routed(requests, lambda client, some: client.unwrap_many(some))
+
+    def rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
+        """Re-wrap keys; between two KMSs, they are unwrapped here."""
+        within = [request for request in requests if not self._crosses(request)]
+        across = [request for request in requests if self._crosses(request)]
+        done = dict(zip(within, self._routed(within, lambda client, some: client.rewrap_many(some)), strict=True))
+        done |= zip(across, self._rewrap_many(across), strict=True)
+        return [done[request] for request in requests]
+
+    def _crosses(self, request: RewrapRequest) -> bool:
+        try:
+            return self._split(request.master_key_id)[0] != self._split(request.new_master_key_id)[0]
+        except KmsError:
+            return True
+
+    def wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
+        """Wrap a key in the form of Iceberg; see `KmsClient.wrap_raw`."""
+        return self._one("wrap", master_key_id, lambda client, within: client.wrap_raw(key, within))
+
+    def unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
+        """Unwrap a key in the form of Iceberg; see `KmsClient.unwrap_raw`."""
+        return self._one("unwrap", master_key_id, lambda client, within: client.unwrap_raw(wrapped_key, within))
+
+    def describe(self, master_key_id: str) -> MasterKeyDescription:
+        """Describe a master key; see `KmsClient.describe`."""
+        found = self._one("describe", master_key_id, lambda client, within: client.describe(within))
+        return replace(found, master_key_id=with_name(self._split(master_key_id)[0], found.master_key_id))
+
+    def version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
+        """Return when each version was created; see `KmsClient.version_dates`."""
+        return self._one("describe", master_key_id, lambda client, within: client.version_dates(within))
+
+    def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
+        """Return the version that wrapped a key, or None; no call is made."""
+        try:
+            client, within = self.parts(master_key_id)
+        except KmsError:
+            return None
+        return client.wrapped_key_version(wrapped_key, within)
+
+    def identity(self, master_key_id: str) -> str | None:
+        """Return the unique name of a master key, with the name of its KMS; None where the KMS does not say."""
+        try:
+            name, within = self._split(master_key_id)
+        except KmsError:
+            return None
+        found = None if self._why_not_now(name) is not None else self._clients[name].identity(within)
+        return None if found is None else with_name(name, found)
+
+    def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
+        """Return whether both master keys are in one KMS that re-wraps."""
+        (name, old), (new_name, new) = self._split(master_key_id), self._split(new_master_key_id)
+        return name == new_name and self._clients[name].rewraps_by_itself(old, new)
+
+    def probe(self, master_key_id: str) -> str | None:
+        """Return a wrapped key to find out what a caller may do; see `KmsClient.probe`."""
+        client, within = self.parts(master_key_id)
+        return client.probe(within)
+
+    def end_within(self, seconds: float) -> None:
+        """Let all later operations together take at most `seconds`."""
+        for client in self._clients.values():
+            client.end_within(seconds)
+
+    def close(self) -> None:
+        """Close the connections of all KMSs."""
+        for client in self._clients.values():
+            client.close()
+
+    # --- routing ---
+
+    def _routed(
+        self, requests: Sequence[R], send: Callable[[KmsClient, list[R]], Sequence[T | KmsError]]
+    ) -> list[T | KmsError]:
+        """Send each request to its KMS, all KMSs at the same time."""
+        outcomes: dict[int, T | KmsError] = {}
+        groups: dict[str, list[int]] = {}
+        for position, request in enumerate(requests):
+            try:
+                groups.setdefault(self._split(request.master_key_id)[0], []).append(position)
+            except KmsError as error:
+                outcomes[position] = without_frames(error)
+
+        def ask(name: str) -> Sequence[T | KmsError]:
+            return self._asked(name, [requests[position] for position in groups[name]], send)
+
+        if len(groups) > 1:
+            # Each thread has the context of the caller, such as which file the keys are for.
+            contexts = {name: contextvars.copy_context() for name in groups}
+            answers = in_threads(lambda name: contexts[name].run(ask, name), list(groups), len(groups))
+        else:
+            answers = [ask(name) for name in groups]
+        for positions, some in zip(groups.values(), answers, strict=True):
+            outcomes.update(zip(positions, some, strict=True))
+        return [outcomes[position] for position in range(len(requests))]
+
+    def _asked(
+        self, name: str, requests: list[R], send: Callable[[KmsClient, list[R]], Sequence[T | KmsError]]
+    ) -> Sequence[T | KmsError]:
+        if refusal := self._why_not_now(name):
+            return [self._named(refusal, name, request.master_key_id) for request in requests]
+        started = time.monotonic()
+        answers = send(self._clients[name], list(map(_within, requests)))
+        failures = [answer for answer in answers if isinstance(answer, KmsUnavailableError)]
+        if failures and len(failures) == len(answers):
+            self._leave_alone(name, failures[0], time.monotonic() - started)
+        return [
+            self._named(answer, name, request.master_key_id) if isinstance(answer, KmsError) else answer
+            for answer, request in zip(answers, requests, strict=True)
+        ]
+
+    def _one(self, operation: str, master_key_id: str, call: Callable[[KmsClient, str], T]) -> T:
+        """Return what the KMS of one master key answers; errors have the name of the KMS."""
+        name, within = self._split(master_key_id)
+        if refusal := self._why_not_now(name):
+            raise self._named(refusal, name, master_key_id)
+        started = time.monotonic()
+        try:
+            return call(self._clients[name], within)
+        except KmsError as error:
+            failure = error
+        if isinstance(failure, KmsUnavailableError):
+            self._leave_alone(name, failure, time.monotonic() - started)
+        raise without_frames(self._named(failure, name, master_key_id))
+
+    def _leave_alone(self, name: str, failure: KmsUnavailableError, seconds: float) -> None:
+        until = math.inf if SharedWork.someone_waits else time.monotonic() + seconds
+        with self._unreachable_lock:
+            self._unreachable[name] = until, failure
+
+    def _why_not_now(self, name: str) -> KmsUnavailableError | None:
+        """Return why a KMS is not called now, or None."""
+        with self._unreachable_lock:
+            until, failure = self._unreachable.get(name, (0.0, None))
+        if failure is None or time.monotonic() >= until:
+            return None
+        return failure.not_attempted()
+
+    def _named(self, error: KmsError, name: str, master_key_id: str | None = None) -> KmsError:
+        with self._unreachable_lock:
+            others_may_answer = any(
+                time.monotonic() >= self._unreachable.get(other, (0.0, None))[0]
+                for other in self._clients.keys() - {name}
+            )
+        return without_frames(error.of_kms(name, master_key_id, others_may_answer=others_may_answer))
+
+    # --- hooks, which the public methods here do not call ---
+
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        return self.wrap_many(requests)
+
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        return self.unwrap_many(requests)
+
+    def _describe(self, master_key_id: str) -> MasterKeyDescription:
+        return self.describe(master_key_id)
+
+
+def _within(request: R) -> R:
+    """Return a request with identifiers as the KMS itself knows them."""
+    changes: dict[str, Any] = {"master_key_id": split_name(request.master_key_id)[1]}
+    if isinstance(request, RewrapRequest):
+        changes["new_master_key_id"] = split_name(request.new_master_key_id)[1]
+    return replace(request, **changes)
