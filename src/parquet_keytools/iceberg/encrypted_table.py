@@ -516,7 +516,7 @@ def create_table(
             **HIDDEN_PARTITIONS,
             **properties,
             TableProperties.FORMAT_VERSION: "3",
-            KEY_ID_PROPERTY: master_key_id,
+            KEY_ID_PROPERTY: reader.keys.id_in_table(master_key_id),
             KEY_LENGTH_PROPERTY: str(data_key_length_bits // 8),
         },
     )

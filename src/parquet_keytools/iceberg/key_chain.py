@@ -109,8 +109,16 @@ class IcebergKeys:
         return wrapped
 
     def master_key_id(self, name: str) -> str:
-        """Return the identifier of a master key in the KMS, by its name in the configuration or itself."""
+        """Return the identifier of a master key, by its name in the configuration or itself.
+
+        With several KMSs, it begins with the name of its KMS; without, it is in the default KMS.
+        """
         return self.service.configuration.master_key_id(name)
+
+    def id_in_table(self, name: str) -> str:
+        """Return the identifier for the table's metadata; in the default KMS, as other clients know it."""
+        identifier = self.master_key_id(name)
+        return identifier if self.service.kms is None else self.service.kms.id_in_file(identifier, None)
 
     def _kms_for(self, master_key_id: str) -> KmsClient:
         if self.service.kms is None:
