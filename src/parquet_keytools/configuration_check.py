@@ -204,7 +204,7 @@ def _probed(kms: KmsClient, identifiers: list[str], role: Role) -> _Outcomes:
         is_failure = isinstance(answer, KmsError) and not isinstance(answer, WrappedKeyInvalidError)
         outcomes[identifier] = None, answer if is_failure else None  # type: ignore[assignment]
     for identifier in probes.keys() - known.keys():
-        outcomes[identifier] = None, cannot.about(kms.backend, operation, identifier)
+        outcomes[identifier] = None, cannot.about(kms.parts(identifier)[0].backend, operation, identifier)
     return outcomes
 
 
@@ -223,7 +223,7 @@ def _outcome(
         return version, unwrapped
     if unwrapped != key:
         wrong = KmsResponseInvalidError("the KMS unwrapped a different key than it wrapped")
-        return version, wrong.about(kms.backend, "unwrap", master_key_id)
+        return version, wrong.about(kms.parts(master_key_id)[0].backend, "unwrap", master_key_id)
     return version, None
 
 

@@ -133,7 +133,8 @@ class Keytools(Summarised):
 
     def summary(self) -> Mapping[str, object]:
         """Return a short description: the KMS and the tables."""
-        backend = self._keys.kms.backend if self._keys.kms is not None else None
+        kms = self._keys.kms
+        backend = None if kms is None else ", ".join(sorted(kms.instances)) or kms.backend
         return {"kms": backend, "tables": sorted(self.configuration.tables)}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -1302,7 +1303,7 @@ class Keytools(Summarised):
         # All digests would be lost with a wrapped secret that does not unwrap.
         if value_or_raise(self.kms.unwrap_many([UnwrapRequest(wrapped, master_key_id)])[0]) != secret:
             wrong = KmsResponseInvalidError("the wrapped secret does not unwrap to the secret")
-            raise wrong.about(self.kms.backend, "wrap", master_key_id)
+            raise wrong.about(self.kms.parts(master_key_id)[0].backend, "wrap", master_key_id)
         return HashKeySettings(master_key=master_key, wrapped_key=wrapped)
 
 

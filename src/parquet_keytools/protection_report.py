@@ -289,7 +289,8 @@ class _Reader:
             self._answers[request] = key.with_traceback(None) if isinstance(key, KmsError) else None
         answers = [self._answers[request] for request in missing]
         # Such as expired credentials.
-        if all(isinstance(answer, (KmsUnavailableError, KmsConfigurationError)) for answer in answers):
+        ends = (KmsUnavailableError, KmsConfigurationError)
+        if all(isinstance(answer, ends) and not answer.others_may_answer for answer in answers):
             self.unreachable = answers[0]
 
     def why_not(self, use: UsedKey) -> tuple[bool, str] | None:

@@ -81,11 +81,17 @@ class KeystoreOptions:
             return self.path, _passphrase_source(self.passphrase_file, confirm=confirm and is_new)
         from parquet_keytools.config.loader import load_configuration
         from parquet_keytools.kms.keystore_file import KeystoreSettings
+        from parquet_keytools.kms.named import kmss_of
 
         configuration = load_configuration(config)
-        if not isinstance(configuration.kms, KeystoreSettings):
+        keystores = [kms for kms in kmss_of(configuration.kms) if isinstance(kms, KeystoreSettings)]
+        if not keystores:
             raise ConfigurationError("the KMS of this configuration is not a keystore.", file=str(config))
-        path, source = configuration.kms.located(configuration.folder)
+        if len(keystores) > 1:
+            raise ConfigurationError(
+                "this configuration has several keystores.", file=str(config), hint="Name one with --path FILE."
+            )
+        path, source = keystores[0].located(configuration.folder)
         return path, source if self.passphrase_file is None else _passphrase_source(self.passphrase_file)
 
 

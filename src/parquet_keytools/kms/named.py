@@ -7,7 +7,6 @@ parquet-java does, in `kmsInstanceID`. Identifiers in the file without a name ar
 from __future__ import annotations
 
 import contextvars
-import math
 import re
 import time
 from collections import Counter
@@ -34,7 +33,7 @@ from parquet_keytools.kms.client import (
     UnwrapRequest,
     WrapRequest,
 )
-from parquet_keytools.runtime.fork_safety import ForkSafeLock, SharedWork
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -49,6 +48,7 @@ UNNAMED = (None, "DEFAULT", "")
 """What files say that do not name their KMS."""
 
 _MARK = "::"
+_SHORTEST_REST_SECONDS = 60.0
 
 
 def with_name(kms: str, master_key_id: str) -> str:
@@ -83,6 +83,13 @@ class NamedKmsSettings(KmsSettings):
         }
 
 
+def kmss_of(settings: KmsSettings | None) -> list[KmsSettings]:
+    """Return the settings of each KMS of a configuration."""
+    if isinstance(settings, NamedKmsSettings):
+        return list(settings.kmss.values())
+    return [] if settings is None else [settings]
+
+
 def each_kms(settings: KmsSettings, change: Callable[[KmsSettings], KmsSettings]) -> KmsSettings:
     """Return settings with one KMS, or each of several, changed; the same object if nothing changes."""
     if not isinstance(settings, NamedKmsSettings):
@@ -95,8 +102,9 @@ def each_kms(settings: KmsSettings, change: Callable[[KmsSettings], KmsSettings]
 class NamedKmss(KmsClient):
     """Sends each request to the KMS that the identifier of its master key names; several answer at the same time.
 
-    A KMS that could not be reached is not called again for as long as it was waited for, and by a command not at
-    all: requests fail at once then. The other KMSs answer as before.
+    A KMS that could not be reached is not called again for as long as it was waited for, at least for a minute:
+    requests fail at once then. The other KMSs answer as before. A data set takes the time of one wait, not of one
+    for each of its files.
     """
 
     backend = "kms"
@@ -344,9 +352,8 @@ class NamedKmss(KmsClient):
         raise without_frames(self._named(failure, name, master_key_id))
 
     def _leave_alone(self, name: str, failure: KmsUnavailableError, seconds: float) -> None:
-        until = math.inf if SharedWork.someone_waits else time.monotonic() + seconds
         with self._unreachable_lock:
-            self._unreachable[name] = until, failure
+            self._unreachable[name] = time.monotonic() + max(seconds, _SHORTEST_REST_SECONDS), failure
 
     def _why_not_now(self, name: str) -> KmsUnavailableError | None:
         """Return why a KMS is not called now, or None."""

@@ -430,7 +430,7 @@ class Rewrapper:
             elif unwrapped != key:
                 outcomes[name] = KmsResponseInvalidError(
                     "the new wrapped key does not unwrap to the same key",
-                    backend=self._new_kms.backend,
+                    backend=self._new_kms.parts(master_key_id)[0].backend,
                     operation="wrap",
                     master_key_id=master_key_id,
                 )

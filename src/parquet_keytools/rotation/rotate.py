@@ -235,7 +235,8 @@ def plan_rotation(
     for target in sorted(set(plan.moves.values())):
         description = versions.describe(target, new=True)
         if description is not None and not description.enabled:
-            raise MasterKeyDisabledError(backend=new_kms.backend, operation="wrap", master_key_id=target)
+            backend = new_kms.parts(target)[0].backend
+            raise MasterKeyDisabledError(backend=backend, operation="wrap", master_key_id=target)
     check_names(plan, versions)
     if new_kms is kms:
         _warn_of_readers(keys, plan)

@@ -41,7 +41,7 @@ from parquet_keytools.files.key_service import KeyService, NewFileKeys, TablePol
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.keys.key_wrapping import decode_master_key_id
 from parquet_keytools.kms.client import KmsClient, KmsSettings
-from parquet_keytools.kms.named import each_kms
+from parquet_keytools.kms.named import each_kms, kmss_of
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.runtime.presentation import expanded
@@ -531,15 +531,8 @@ _MOST_SECONDS = 3600.0
 
 def _remote_kmss(configuration: Configuration | None) -> list[RemoteKmsSettings]:
     """Return the settings of each KMS across a network."""
-    found: list[RemoteKmsSettings] = []
-
-    def look(settings: KmsSettings) -> KmsSettings:
-        found.extend([settings] if isinstance(settings, RemoteKmsSettings) else [])
-        return settings
-
-    if configuration is not None and configuration.kms is not None:
-        each_kms(configuration.kms, look)
-    return found
+    found = kmss_of(None if configuration is None else configuration.kms)
+    return [kms for kms in found if isinstance(kms, RemoteKmsSettings)]
 
 
 def _shared(settings: KmsSettings, tasks: int) -> KmsSettings:
