@@ -107,7 +107,8 @@ def test_a_command_over_encrypted_files_ends(tmp_path: Path, down: Path, command
 
 def test_a_uri_with_credentials_is_not_printed_again(tmp_path: Path, down: Path) -> None:
     data = plain(tmp_path / "data")
-    done, _ = run("encrypt", f"{data}", f"file://user:canary@{tmp_path}/new", "--config", down)
+    done, _ = run("encrypt", f"{data}", "memory://user:canary@host/new", "--config", down)
+    assert done.exit_code == 3 and "repeat the command" in done.output
     assert "canary" not in done.output
 
 

@@ -307,6 +307,9 @@ def _of_fsspec_uri(uri: str) -> FileLocation:
         raise ValueError(f"fsspec lacks a package for URIs of the scheme {scheme!r}: {error}") from None
     except Exception:
         raise ValueError(f"neither pyarrow nor fsspec opens this URI of the scheme {scheme!r}") from None
+    if _is_local(filesystem):
+        # fsspec takes the host as a folder of the current folder; pyarrow opens all URIs without one.
+        raise ValueError(f"a URI of the scheme {scheme!r} names no host: write three slashes, {scheme}:///folder")
     return FileLocation.resolve(path, filesystem)
 
 

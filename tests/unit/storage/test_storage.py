@@ -70,6 +70,13 @@ def test_file_uri(tmp_path: Path) -> None:
     assert local(f"file://{tmp_path}/a%20b").path == f"{tmp_path}/a b"
 
 
+@pytest.mark.parametrize("uri", ["file://user:canary@/tmp/new", "file://host/new", "local://new", "file://new/x"])
+def test_a_local_uri_with_a_host_is_no_relative_path(uri: str) -> None:
+    with pytest.raises(ValueError, match="names no host") as caught:
+        FileLocation.resolve(uri)
+    assert "canary" not in str(caught.value)
+
+
 def test_uri_of_another_file_system() -> None:
     location = FileLocation.resolve("mock:///folder/x.parquet")
     assert not location.is_local and location.path == "folder/x.parquet"
