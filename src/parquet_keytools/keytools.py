@@ -15,6 +15,7 @@ from parquet_keytools.config.key_policy import MasterKeyReference, hash_key_refe
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration, HashKeySettings
 from parquet_keytools.conformance import verification
+from parquet_keytools.conformance.file_keys import TableFiles
 from parquet_keytools.conformance.file_list import ListKeeper, Lists, updated_list
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
@@ -975,8 +976,17 @@ class Keytools(Summarised):
             part_count=part_count,
             allow_plaintext=allow_plaintext,
             lists=lists,
+            find_tables=None if self._keys.kms is None else self._tables_of_iceberg,
             on_progress=on_progress,
         )
+
+    def _tables_of_iceberg(self, metadata_files: Sequence[FileLocation]) -> TableFiles:
+        try:
+            from parquet_keytools.iceberg.tables_in_folder import tables_in_folder
+        except ModuleNotFoundError as error:
+            reason = f"{error.name} is not installed. {install_hint('iceberg')}"
+            return TableFiles(refused=dict.fromkeys((file.path for file in metadata_files), reason))
+        return tables_in_folder(metadata_files, self._keys)
 
     # --- rotation of keys ---
 

@@ -52,13 +52,15 @@ LAYERS: dict[str, set[str]] = {
     # a read-only file system over HTTP and S3, or mounted; the walk says which files belong to the data set
     "serve": GROUND | {"storage"},
     # encrypted tables of Iceberg; its keys and its streams know no Parquet
-    "iceberg": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files", "tables", "view"},
+    "iceberg": GROUND
+    | {"format", "storage", "encryption", "kms", "keys", "config", "files", "conformance", "tables", "view"},
     # Spark's own reader and writer, pipelines over data sets, and KEKs of Iceberg for its Java library
     "spark": GROUND
     | {"storage", "encryption", "kms", "keys", "config", "files", "conformance", "rotation", "iceberg"},
     # the facade
     "keytools": GROUND
-    | {"storage", "kms", "keys", "config", "files", "tables", "conformance", "rotation", "spark", "view"},
+    | {"storage", "kms", "keys", "config", "files", "tables", "conformance", "rotation", "spark", "view"}
+    | {"iceberg"},
     # what an auditor asks, answered with the inventory and the verification
     "protection_report": GROUND | {"storage", "kms", "files", "conformance", "rotation", "keytools"},
     # what fsspec finds by the entry point

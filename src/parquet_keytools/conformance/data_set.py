@@ -139,7 +139,7 @@ class Surroundings:
         listed_files: Paths within the folder of the files that a summary file lists.
         orphaned_key_materials: Names of key material files whose Parquet file is not there.
         plaintext_passed_over: Paths within the folder of plaintext Parquet files that readers pass over.
-        other_data: Path within the folder of each data file of another format -> its format.
+        other_data: Path within the folder of each data file of another format -> its format, and what to do.
         unread: Path within the folder of what could be data, and cannot be read -> why.
         allowed_plaintext: Globs of paths within the folder of plaintext files that are accepted.
     """
@@ -223,10 +223,10 @@ def _check_plaintext(
             book.broken("plaintext-passed-over", f"{name} begins as a plaintext file does.")
     for name, kind in surroundings.other_data.items():
         if not is_allowed(name):
-            book.broken("other-data", f"{name} is {kind}, in plaintext.")
+            book.broken("other-data", f"{name} is {kind}.")
     for name, reason in surroundings.unread.items():
         if not is_allowed(name):
-            book.not_checked("plaintext-passed-over", f"{name} cannot be read: {reason}")
+            book.not_checked("plaintext-passed-over", f"{name}: {reason}")
     if encrypted:
         for name in surroundings.summary_files:
             book.broken("summary-file", f"{name} is beside encrypted files.")

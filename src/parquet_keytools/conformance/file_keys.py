@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -94,6 +94,59 @@ class MaterialFinder(KeyRetriever, Protocol):
     def kek_length_bits(self, material: KeyMaterial) -> int | None:
         """Return the length of the KEK of key material, if it has one that is known by now."""
         ...
+
+
+@dataclass(frozen=True)
+class OneKey:
+    """The key of a file whose table keeps it outside of the file, as Iceberg does; a `MaterialFinder`.
+
+    Attributes:
+        dek: Encrypts the footer and all columns.
+        aad_prefix: The AAD prefix of the file; may be empty.
+    """
+
+    dek: SecretBytes
+    aad_prefix: bytes
+
+    def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
+        """Return the key; `KeyMaterialError` if the file has key metadata of its own."""
+        if key_metadata is not None:
+            raise KeyMaterialError("the file has key metadata of its own, and its table keeps the key elsewhere.")
+        return self.dek
+
+    def column_deks(
+        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
+    ) -> list[SecretBytes | KeytoolsError]:
+        """Return an error for each column that has a key of its own."""
+        return [KeyMaterialError("the table has one key for all columns of a file.") for _ in columns]
+
+    def material(self, key_metadata: bytes | None) -> None:
+        """Return None: no KMS is needed."""
+
+    def name_without_metadata(self, column_path: tuple[str, ...] | None) -> None:
+        """Return None: the key has no name."""
+
+    def kek_length_bits(self, material: KeyMaterial) -> None:
+        """Return None: there is no key material."""
+
+
+@dataclass(frozen=True)
+class TableFiles:
+    """The files of authentic tables that keep keys outside of their data files, as Iceberg does.
+
+    Attributes:
+        metadata_files: Paths of metadata files, which are plaintext by design.
+        refused: Path of each other metadata file -> why it is not that of an authentic table.
+        not_checked: Path of each metadata file that could not be checked -> why.
+        keys: Path of each Parquet file -> its key.
+        kms_is_unavailable: Whether files could not be checked because the KMS could not be reached.
+    """
+
+    metadata_files: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    not_checked: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, OneKey] = field(default_factory=dict, repr=False)
+    kms_is_unavailable: bool = False
 
 
 @dataclass

@@ -423,6 +423,7 @@ class DataSetReport(Summarised):
         rules: What became of each rule of a data set.
         left_out: Path of what else is in the folder -> why it was not looked at.
         not_attempted: Paths of the files that were not checked because the KMS could not be reached.
+        tables_lack_kms: Whether tables of Iceberg were not checked because the KMS could not be reached.
     """
 
     path: str
@@ -430,11 +431,12 @@ class DataSetReport(Summarised):
     rules: tuple[RuleResult, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     not_attempted: tuple[str, ...] = ()
+    tables_lack_kms: bool = False
 
     @property
     def kms_is_unavailable(self) -> bool:
         """Whether keys are missing because the KMS could not be reached."""
-        return any(report.kms_is_unavailable for report in self.files)
+        return self.tables_lack_kms or any(report.kms_is_unavailable for report in self.files)
 
     @property
     def verdict(self) -> Verdict:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,6 +15,8 @@ from parquet_keytools.conformance.data_set import Member, Surroundings, check_da
 from parquet_keytools.conformance.file_keys import (
     Expectation,
     MaterialFinder,
+    OneKey,
+    TableFiles,
     fingerprint_key,
     use_fingerprint_key,
 )
@@ -83,6 +85,9 @@ _FILES_PER_REQUEST = 100
 _SMALL_BYTES = 4 << 20
 """Larger files are read by one request after the other anyway, and keep several threads busy each."""
 
+FindTables = Callable[[Sequence[FileLocation]], TableFiles]
+"""Returns the files of the tables that some metadata files describe."""
+
 Progress = Callable[[FileReport], None]
 """Called with the report of each file."""
 
@@ -129,9 +134,13 @@ def verify_folder(
     part_count: int | None = None,
     allow_plaintext: Sequence[str] = (),
     lists: Lists | None = None,
+    find_tables: FindTables | None = None,
     on_progress: Progress | None = None,
 ) -> DataSetReport:
-    """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`."""
+    """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`.
+
+    With `find_tables`, files of authentic tables that keep their keys elsewhere are verified with these keys.
+    """
     expected = lists.expected() if lists is not None else None
     found = sorted(
         data_set(folder, into_passed_over=True, with_key_material=True), key=lambda entry: entry.location.path
@@ -141,13 +150,21 @@ def verify_folder(
     files = [entry for entry in found if isinstance(entry, ParquetFile)]
     verify = MemberVerifier(keys, table_name, aad_prefix, folder, allow_plaintext)
     locations = {file.location.path_within(folder): file.location for file in files}
+    tables = TableFiles()
+    metadata_files = [e.location for e in found if isinstance(e, LeftOut) and is_table_metadata(e.location)]
+    if metadata_files and find_tables is not None:
+        tables = find_tables(metadata_files)
+        verify.keys_of_tables = tables.keys
 
     def read_again(names: Collection[str], part: NoncePart) -> Iterator[tuple[str, FileNonces | None]]:
         return ((name, verify.look_at(locations[name], nonce_part=part)[1].nonces) for name in names)
 
     nonces = SharedNonces(read_again)
     not_attempted: list[str] = []
-    for location, outcome in _verified(files, verify, visible=folder.is_for_all_processes):
+    of_tables = [file.location for file in files if file.location.path in tables.keys]
+    others = [file for file in files if file.location.path not in tables.keys]
+    outcomes = _verified(others, verify, visible=folder.is_for_all_processes)
+    for location, outcome in chain(outcomes, ((location, verify.look_at(location)) for location in of_tables)):
         if isinstance(outcome, KmsUnavailableError):
             unavailable = replace(_unreadable(str(location), f"not attempted: {outcome}"), kms_is_unavailable=True)
             reports.append(unavailable)
@@ -172,6 +189,7 @@ def verify_folder(
         not_attempted=not_attempted,
         allow_plaintext=allow_plaintext,
         expected=expected,
+        tables=tables,
     )
     if lists is not None:
         lists.record(data_set_report, members)
@@ -198,6 +216,7 @@ class MemberVerifier:
         self._folder = folder
         self._allow_plaintext = allow_plaintext
         self._kms_keys = keys.kms_keys() if keys is not None else None
+        self.keys_of_tables: Mapping[str, OneKey] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = (self._keys, self._table_name, self._aad_prefix, self._folder, self._allow_plaintext)
@@ -274,7 +293,7 @@ class MemberVerifier:
         """
         try:
             with audit.about(location), open_source(location) as source:
-                finder = finder_of(self._keys, location, self._kms_keys)
+                finder = self.keys_of_tables.get(location.path) or finder_of(self._keys, location, self._kms_keys)
                 expectation = self._expectation(source, location)
                 report, facts = verify_source(source, finder, expectation, threads=threads, nonce_part=nonce_part)
                 if finder is None and facts.uses_material_file:
@@ -291,6 +310,9 @@ class MemberVerifier:
             return _unreadable(str(location), str(error)), FileFacts()
 
     def _expectation(self, source: ByteSource, location: FileLocation) -> Expectation:
+        if (one_key := self.keys_of_tables.get(location.path)) is not None:
+            prefix = ExpectedAadPrefix((one_key.aad_prefix,)) if one_key.aad_prefix else None
+            return Expectation(prefix, path=location.path)
         keys, table_name, aad_prefix = self._keys, self._table_name, self._aad_prefix
         is_allowed = self._folder is not None and matches_any(
             location.path_within(self._folder), self._allow_plaintext
@@ -378,6 +400,7 @@ def folder_report(
     not_attempted: Sequence[str] = (),
     allow_plaintext: Sequence[str] = (),
     expected: FileList | None = None,
+    tables: TableFiles | None = None,
 ) -> DataSetReport:
     """Check what was found in the files of a folder, wherever that was, and what else is in it."""
     unreadable = [_unreadable(entry.path, entry.reason) for entry in unseen]
@@ -387,18 +410,23 @@ def folder_report(
         (*reports, *unreadable),
         check_data_set(
             members,
-            _surroundings(folder, members, left_out, allow_plaintext),
+            _surroundings(folder, members, left_out, allow_plaintext, tables or TableFiles()),
             nonces,
             part_count=part_count,
             check_list=None if expected is None else partial(expected.check, members, unknown),
         ),
         {left.path: left.reason for left in left_out if left.reason is not LeftOutReason.KEY_MATERIAL_BESIDE},
         tuple(not_attempted),
+        tables is not None and tables.kms_is_unavailable,
     )
 
 
 def _surroundings(
-    folder: FileLocation, members: Sequence[Member], left_out: Sequence[LeftOut], allow_plaintext: Sequence[str]
+    folder: FileLocation,
+    members: Sequence[Member],
+    left_out: Sequence[LeftOut],
+    allow_plaintext: Sequence[str],
+    tables: TableFiles,
 ) -> Surroundings:
     users = {member.name for member in members if member.facts.uses_material_file}
     verified = {member.name for member in members if member.facts.mode is not None}
@@ -407,7 +435,7 @@ def _surroundings(
     unread: dict[str, str] = {}
     orphaned: set[str] = set()
     for left in left_out:
-        if left.reason is LeftOutReason.SUMMARY:
+        if left.reason is LeftOutReason.SUMMARY or left.location.path in tables.metadata_files:
             continue
         name = escaped_path(left.location.path_within(folder))
         may_be_key_material = left.reason in (LeftOutReason.KEY_MATERIAL, LeftOutReason.KEY_MATERIAL_BESIDE)
@@ -433,12 +461,17 @@ def _surroundings(
             # A dangling link, or no regular file.
             continue
         except OSError as error:
-            unread[name] = error.strerror or type(error).__name__
+            unread[name] = f"it cannot be read: {error.strerror or type(error).__name__}"
             continue
         if kind == _PLAINTEXT_PARQUET:
             plaintext.append(name)
+        elif (reason := tables.not_checked.get(left.location.path)) is not None:
+            unread[name] = reason
+        elif kind is not None and is_table_metadata(left.location):
+            reason = tables.refused.get(left.location.path, _WITHOUT_KMS)
+            other_data[name] = f"{kind}, in plaintext, and not known as metadata of an Iceberg table: {reason}"
         elif kind is not None:
-            other_data[name] = kind
+            other_data[name] = f"{kind}, in plaintext"
     summaries = [left.location for left in left_out if left.reason is LeftOutReason.SUMMARY]
     return Surroundings(
         # Dask writes one without rows, which is encrypted like any other file.
@@ -450,6 +483,17 @@ def _surroundings(
         unread=unread,
         allowed_plaintext=allow_plaintext,
     )
+
+
+_WITHOUT_KMS = (
+    "give --config with the KMS of the table; or check the table with `iceberg verify`, and accept this file with "
+    "--allow-plaintext"
+)
+
+
+def is_table_metadata(location: FileLocation) -> bool:
+    """Return whether a file is named as the metadata file of an Iceberg table."""
+    return location.name.endswith((".metadata.json", ".metadata.json.gz"))
 
 
 def _listed_files(folder: FileLocation, summary: FileLocation) -> Iterator[str]:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from parquet_keytools.errors import (
     KeyMaterialError,
     KeytoolsError,
     KmsError,
+    KmsUnavailableError,
     WrappedKeyInvalidError,
 )
 from parquet_keytools.files.key_service import KeyService
@@ -86,14 +88,32 @@ Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
-class LocatedTable:
+class AuditedTable(ABC):
     """A table, of which only the metadata file was read, and how its files are opened."""
 
     encryption: TableEncryption
     service: KeyService
-    file_io: FileIO
     mapping: str
     places: TablePlaces
+
+    @abstractmethod
+    def open_stored(self, location: str) -> pa.NativeFile:
+        """Open a file as it is stored."""
+
+    @abstractmethod
+    def path_of(self, location: str) -> str:
+        """Return the path of a location on its file system."""
+
+    @abstractmethod
+    def folder(self) -> FileLocation | None:
+        """Return the folder of the table; None if it is unknown."""
+
+
+@dataclass(frozen=True)
+class LocatedTable(AuditedTable):
+    """A table that is opened with PyIceberg's FileIO."""
+
+    file_io: FileIO
 
     def open_stored(self, location: str) -> pa.NativeFile:
         """Open a file as it is stored."""
@@ -157,7 +177,7 @@ def located_table(
     file_io = load_file_io(beneath, mapped_location(table, mapping))
     with open_as_stored(lambda _: file_io, table, mapping) as file:
         encryption = parse_table_metadata(read_metadata_file(file, table), table)
-    return LocatedTable(encryption, service, file_io, mapping, TablePlaces(table, given))
+    return LocatedTable(encryption, service, mapping, TablePlaces(table, given), file_io)
 
 
 def table_of_catalog(
@@ -247,6 +267,7 @@ class TableReport:
         links: All files of the key chain, and plaintext files in the folder that no readable link names.
         orphans: Locations of files in the folder of the table that nothing names; None where that is unknown.
         kms_failed: Whether the KMS refused or could not be reached, which causes other problems, too.
+        kms_is_unavailable: Whether the KMS could not be reached.
     """
 
     encryption: TableEncryption
@@ -257,6 +278,7 @@ class TableReport:
     links: dict[str, ChainLink] = field(default_factory=dict)
     orphans: list[str] | None = None
     kms_failed: bool = False
+    kms_is_unavailable: bool = False
 
     @property
     def findings(self) -> list[tuple[str, str]]:
@@ -288,9 +310,13 @@ class TableReport:
 
 
 class TableAudit:
-    """Walks down the key chain, and decrypts manifest lists, manifests and, `with_data`, all other files."""
+    """Walks down the key chain, and decrypts manifest lists, manifests and, `with_data`, all other files.
 
-    def __init__(self, located: LocatedTable, *, with_data: bool) -> None:
+    Attributes:
+        parquet_keys: Location of each encrypted Parquet file -> its key, after `run`.
+    """
+
+    def __init__(self, located: AuditedTable, *, with_data: bool) -> None:
         self._located = located
         self._chain = KeyChain(located.encryption, IcebergKeys(located.service))
         self._open_stored = located.open_stored
@@ -300,6 +326,7 @@ class TableAudit:
         self._fingerprints: dict[bytes, str] = {}
         self._is_complete = True
         self._counters = Counters()
+        self.parquet_keys: dict[str, StandardKeyMetadata] = {}
 
     def run(self) -> TableReport:
         """Return what was found."""
@@ -367,6 +394,7 @@ class TableAudit:
                 kek.problems.append(str(error))
                 if isinstance(error, KmsError) and not isinstance(error, WrappedKeyInvalidError):
                     self._report.kms_failed = True
+                    self._report.kms_is_unavailable |= isinstance(error, KmsUnavailableError)
             self._report.keks.append(kek)
 
     def _note_key(self, link: ChainLink, key: StandardKeyMetadata) -> None:
@@ -422,6 +450,8 @@ class TableAudit:
         with self._noting(link):
             if (key := file.key_metadata()) is not None:
                 self._note_key(link, key)
+                if file.format == _PARQUET:
+                    self.parquet_keys[file.location] = key
                 with self._open_stored(file.location) as stored:
                     check_length(stored.size(), key, file.length, file.name)
                     if self._with_data and file.format == _PARQUET:

@@ -173,3 +173,80 @@ def test_keys_that_nothing_needs_are_shown(changed: Command) -> None:
 def test_a_property_is_name_and_value(command: Command) -> None:
     status, _ = command.run("keys", "people_128", "--property", "nothing")
     assert status == 2
+
+
+# --- the metadata files of tables in a folder that `verify` checks ---
+
+
+def verified(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(app, ["verify", str(folder), "--json", *options])
+    document = json.loads(result.stdout)
+    rules = {rule["id"]: rule for rule in document["rules"]}
+    found = [finding["message"] for finding in rules["other-data"]["findings"]]
+    return result.exit_code, {
+        **document,
+        "other-data": found,
+        "not checked": rules["plaintext-passed-over"]["reasons"],
+    }
+
+
+@pytest.mark.parametrize("name", ["evolved", "kek_rotated", "people_128", "with_deletes"])
+def test_metadata_of_an_authentic_table_is_no_plaintext_data(command: Command, name: str) -> None:
+    status, document = verified(command.warehouse / name, "--config", str(command.configuration))
+    assert document["other-data"] == []
+    assert {file["verdict"] for file in document["files"]} <= {"conforms", "conforms, with weaknesses"}
+    assert status == 0
+
+
+def test_without_a_configuration_the_message_says_how_to_accept_metadata(command: Command) -> None:
+    folder = command.warehouse / "people_128"
+    status, document = verified(folder)
+    assert status == 1 and len(document["other-data"]) == len(list(folder.glob("metadata/*.metadata.json")))
+    for text in ("--config", "iceberg verify", "--allow-plaintext"):
+        assert text in document["other-data"][0]
+    assert verified(folder, "--allow-plaintext", "metadata/*.metadata.json")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["plain_leak", "plain_levels"])
+def test_metadata_of_a_table_with_plaintext_files_is_plaintext_data(command: Command, name: str) -> None:
+    status, document = verified(command.warehouse / name, "--config", str(command.configuration))
+    assert (status, document["verdict"]) == (1, "does not conform")
+
+
+def test_rows_named_as_metadata_are_plaintext_data(changed: Command) -> None:
+    folder = changed.warehouse / "kek_rotated"
+    metadata = changed.metadata("kek_rotated")
+    config = ("--config", str(changed.configuration))
+    assert verified(folder, *config)[0] == 0
+    (metadata.parent / "99999-rows.metadata.json").write_text('{"id": 1, "name": "Ada"}')
+    stranger = {**json.loads(metadata.read_text()), "encryption-keys": [], "snapshots": [], "properties": {}}
+    (metadata.parent / "99999-stranger.metadata.json").write_text(
+        json.dumps({**stranger, "current-snapshot-id": -1})
+    )
+    (folder / "copy.metadata.json").write_bytes(metadata.read_bytes())
+    status, document = verified(folder, *config)
+    assert status == 1
+    found = " ".join(document["other-data"])
+    assert len(document["other-data"]) == 3
+    for name in ("99999-rows", "99999-stranger", "copy"):
+        assert f"{name}.metadata.json is JSON, in plaintext" in found
+
+
+def test_a_table_that_names_files_elsewhere_is_not_followed(changed: Command, tmp_path: Path) -> None:
+    metadata = changed.metadata("kek_rotated")
+    document = json.loads(metadata.read_text())
+    (tmp_path / "list.avro").write_bytes(b"AGS1")
+    document["snapshots"][-1]["manifest-list"] = f"file:{tmp_path}/list.avro"
+    metadata.write_text(json.dumps(document))
+    status, found = verified(changed.warehouse / "kek_rotated", "--config", str(changed.configuration))
+    assert status == 1
+    (message,) = [text for text in found["other-data"] if metadata.name in text]
+    assert "is not in the folder of the table" in message
+
+
+def test_a_refused_key_leaves_metadata_unchecked(command: Command, tmp_path: Path) -> None:
+    config = tmp_path / "other.yaml"
+    config.write_text("version: 1\nkms: {type: in_memory, keys: {other: AAECAwQFBgcICQoLDA0ODw==}}\n")
+    status, document = verified(command.warehouse / "people_128", "--config", str(config))
+    assert (status, document["verdict"], document["other-data"]) == (1, "incomplete", [])
+    assert "metadata.json" in document["not checked"][0]
