@@ -36,6 +36,7 @@ from parquet_keytools.cli.output import (
     ExitStatus,
     again,
     answer,
+    answer_plaintext_columns,
     error_fields,
     error_text,
     json_wanted,
@@ -48,7 +49,7 @@ from parquet_keytools.cli.output import (
     terminal_width,
     to_dict,
 )
-from parquet_keytools.runtime.presentation import expanded, printable
+from parquet_keytools.runtime.presentation import expanded
 
 if TYPE_CHECKING:
     from parquet_keytools.config.settings import Configuration
@@ -277,8 +278,7 @@ def _check(
                 for column in columns
             ],
         )
-        if plaintext := [column.dotted_path for column in columns if column.kind == "plaintext"]:
-            answer(f"In plaintext: {number_of(len(plaintext), 'column')}: {printable(', '.join(plaintext))}")
+        answer_plaintext_columns(column.dotted_path for column in columns if column.kind == "plaintext")
     if master_keys:
         print_table(
             "Master keys",

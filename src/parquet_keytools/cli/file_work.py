@@ -18,6 +18,7 @@ from parquet_keytools.cli.output import (
     ProgressBar,
     again,
     answer,
+    answer_plaintext_columns,
     error_fields,
     error_text,
     json_wanted,
@@ -270,6 +271,7 @@ def _tell(work: _Work, participle: str, seconds: float, *, unauthenticated: bool
     written = [result for result in results if not result.skipped]
     if copied := sum(result.copied for result in written):
         say(f"Copied as they are: {number_of(copied, 'file')} in plaintext, as `plaintext_files: allow` says.")
+    answer_plaintext_columns(name for result in written for name in result.plaintext_columns)
     without_keys = " They were compared without keys: nothing was authenticated." if unauthenticated else ""
     size = size_text(sum(result.target_bytes for result in written))
     if not plan.source_is_folder:

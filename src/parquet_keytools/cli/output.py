@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import typer
 
+from parquet_keytools.runtime.presentation import printable
+
 if TYPE_CHECKING:
     from parquet_keytools.storage.walk import LeftOut
 
@@ -114,6 +116,12 @@ def size_text(size_bytes: float) -> str:
         size_bytes /= 1000
         units.pop(0)
     return f"{size_bytes:,.0f} bytes" if units[0] == "bytes" else f"{size_bytes:,.1f} {units[0]}"
+
+
+def answer_plaintext_columns(columns: Iterable[str]) -> None:
+    """Print which columns are in plaintext, if any are."""
+    if names := list(dict.fromkeys(columns)):
+        answer(f"In plaintext: {number_of(len(names), 'column')}: {', '.join(map(printable, names))}")
 
 
 def again(*more: str) -> str:

@@ -25,6 +25,7 @@ from parquet_keytools.cli.output import (
     FilesDocument,
     Messages,
     answer,
+    answer_plaintext_columns,
     error_text,
     number_of,
     print_table,
@@ -143,6 +144,7 @@ class _Run:
     outcomes: Counter[RotationOutcome] = field(default_factory=Counter)
     changes: dict[tuple[str, str, str | None, str | None], _Change] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
+    plaintext_columns: dict[str, None] = field(default_factory=dict)
 
     def __enter__(self) -> _Run:
         self.document.__enter__()
@@ -165,6 +167,7 @@ class _Run:
             counted.files += 1
         if file.outcome is RotationOutcome.NOTHING_TO_ROTATE:
             self.reasons[file.how] += 1
+        self.plaintext_columns.update(dict.fromkeys(file.plaintext_columns))
         self.document.add(to_dict(file))
 
     def end(self, report: RotationReport, *, is_rotation: bool) -> None:
@@ -200,6 +203,7 @@ class _Run:
         _say_failures(report)
         written = size_text(report.bytes_written)
         answer(f"{_files_text(report.counts)}; {written} written in {time.monotonic() - self.started:.1f} s.")
+        answer_plaintext_columns(self.plaintext_columns)
         if report.counts[RotationOutcome.ENCRYPTED]:
             answer(
                 "The plaintext was replaced, not erased: its blocks remain on the disk until the file system "

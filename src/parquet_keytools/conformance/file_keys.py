@@ -75,13 +75,12 @@ def title_of(user: KeyUser) -> str:
 
 
 class MaterialFinder(KeyRetriever, Protocol):
-    """A `KeyRetriever` that also shows the key material that it works with.
+    """A `KeyRetriever` that also shows the key material that it works with."""
 
-    Attributes:
-        kms_instances: The names of KMSs that files may name; see `KmsClient.instances`.
-    """
-
-    kms_instances: frozenset[str]
+    @property
+    def kms_instances(self) -> frozenset[str]:
+        """The names of KMSs that files may name; see `KmsClient.instances`."""
+        ...
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
         """Return what key metadata is or refers to; see `FileKeyRetriever.material`."""
@@ -107,6 +106,7 @@ class OneKey:
 
     dek: SecretBytes
     aad_prefix: bytes
+    kms_instances: frozenset[str] = frozenset()
 
     def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
         """Return the key; `KeyMaterialError` if the file has key metadata of its own."""

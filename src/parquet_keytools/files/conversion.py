@@ -62,6 +62,8 @@ class FileResult:
         target_bytes: Length of the target.
         skipped: Whether the target existed already.
         copied: Whether a plaintext file was copied unchanged, as the configuration allows.
+        plaintext_columns: Dotted paths of the leaf columns that an encrypted target has in plaintext; empty if it
+            was skipped.
     """
 
     source: str
@@ -70,6 +72,7 @@ class FileResult:
     target_bytes: int
     skipped: bool = field(default=False, kw_only=True)
     copied: bool = field(default=False, kw_only=True)
+    plaintext_columns: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 def encrypt_file(
@@ -96,10 +99,11 @@ def encrypt_file(
         open_source(source) as opened_source,
         discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending,
     ):
-        put_in_place(
-            pending, encrypt_pending(keys, table_name, opened_source, pending, on_progress, threads=threads)
+        key_material, policy = encrypt_pending(
+            keys, table_name, opened_source, pending, on_progress, threads=threads
         )
-        return _result(source, target, opened_source)
+        put_in_place(pending, key_material)
+        return _result(source, target, opened_source, policy)
 
 
 def decrypt_file(
@@ -178,7 +182,7 @@ def rekey_file(
                     data, sink, opened.footer, opened.deks, encryption, on_progress=on_progress
                 )
             put_in_place(pending, key_material)
-        return _result(source, target, opened_source)
+        return _result(source, target, opened_source, policy)
 
 
 @contextlib.contextmanager
@@ -210,8 +214,8 @@ def encrypt_pending(
     *,
     threads: int = 2,
     folder_names: Collection[str] = (),
-) -> NewKeyMaterial:
-    """Encrypt a plaintext file into a pending output; return its key material for `put_in_place`.
+) -> tuple[NewKeyMaterial, TablePolicy]:
+    """Encrypt a plaintext file into a pending output; return its key material for `put_in_place`, and its policy.
 
     Args:
         keys: The keys of the configuration.
@@ -235,7 +239,7 @@ def encrypt_pending(
         file_encryptor.encrypt_opened(
             source, sink, footer, {}, encryption, threads=threads, on_progress=on_progress
         )
-    return key_material
+    return key_material, policy
 
 
 def policy_of(
@@ -267,8 +271,11 @@ def refuse_same_file(source: FileLocation, target: FileLocation) -> None:
         raise OutputError(f"{target} is the source itself.", hint="Choose another file for the output.")
 
 
-def _result(source: FileLocation, target: FileLocation, opened_source: ByteSource) -> FileResult:
-    return FileResult(str(source), str(target), opened_source.size_bytes, written_bytes([target]))
+def _result(
+    source: FileLocation, target: FileLocation, opened_source: ByteSource, policy: TablePolicy
+) -> FileResult:
+    size_bytes, plaintext = written_bytes([target]), policy.plaintext_columns
+    return FileResult(str(source), str(target), opened_source.size_bytes, size_bytes, plaintext_columns=plaintext)
 
 
 def _skipped(source: FileLocation, target: FileLocation) -> FileResult:

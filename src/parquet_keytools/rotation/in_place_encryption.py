@@ -116,6 +116,7 @@ class _Encrypting:
             bytes_written=size_bytes,
             old_size_bytes=tail.size_bytes,
             new_size_bytes=size_bytes,
+            plaintext_columns=policy.plaintext_columns,
         )
 
     def _refuse_undecided(self, location: FileLocation, contents: Contents) -> None:

@@ -22,7 +22,7 @@ from parquet_keytools.errors import (
     value_or_raise,
 )
 from parquet_keytools.files.field_labels import labels_of_footer
-from parquet_keytools.files.key_service import KeyService, NewFileKeys, new_reference_suffix
+from parquet_keytools.files.key_service import KeyService, NewFileKeys, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
@@ -156,7 +156,7 @@ class _Rekeying:
                 # Encrypted columns would contradict the footer, which is an error.
                 envelope.open(None)
             opened = self._open(location)
-            new = self._new_file_keys(opened)
+            policy, new = self._new_file_keys(opened)
         except NotEncryptedError:
             if self._raises_not_encrypted:
                 raise NotEncryptedError(f"{location} is not encrypted.") from None
@@ -189,6 +189,7 @@ class _Rekeying:
             bytes_written=new_size_bytes,
             old_size_bytes=tail.size_bytes,
             new_size_bytes=new_size_bytes,
+            plaintext_columns=policy.plaintext_columns,
         )
 
     def _open(self, location: FileLocation) -> OpenedFile:
@@ -202,7 +203,7 @@ class _Rekeying:
         opened.refuse_denied(None)
         return opened
 
-    def _new_file_keys(self, opened: OpenedFile) -> NewFileKeys:
+    def _new_file_keys(self, opened: OpenedFile) -> tuple[TablePolicy, NewFileKeys]:
         """Make the keys of the new file. It keeps its AAD prefix, unless another table was named."""
         location, footer = opened.location, opened.footer
         leaves = [leaf.path for leaf in footer.leaves]
@@ -212,7 +213,7 @@ class _Rekeying:
         is_external = new.key_materials is not None or opened.retriever.key_materials is not None
         refuse_two_names(location, is_external=is_external)
         if not self._request.as_before:
-            return new
+            return policy, new
         _refuse_same_keys(opened, new.encryption)
         _refuse_less_protection(location, footer, new.encryption, policy.table_name)
         encryption = replace(
@@ -220,7 +221,7 @@ class _Rekeying:
             aad_prefix=footer.aad_prefix or None,
             store_aad_prefix=footer.envelope.aad_prefix is not None,
         )
-        return replace(new, encryption=encryption)
+        return policy, replace(new, encryption=encryption)
 
     def _write(
         self, opened: OpenedFile, new: NewFileKeys, sink: contextlib.AbstractContextManager[ByteSink]

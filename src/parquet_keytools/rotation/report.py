@@ -67,6 +67,7 @@ class FileRotation(Summarised):
         old_size_bytes: Length before the file was encrypted or rekeyed; otherwise None.
         new_size_bytes: Length after it was encrypted or rekeyed; otherwise None.
         shares_keys_with: Another file of the run that has the same data keys and file unique, if there is one.
+        plaintext_columns: Dotted paths of the leaf columns in plaintext, of a file that was encrypted or rekeyed.
     """
 
     path: str
@@ -79,6 +80,7 @@ class FileRotation(Summarised):
     old_size_bytes: int | None = None
     new_size_bytes: int | None = None
     shares_keys_with: str | None = None
+    plaintext_columns: tuple[str, ...] = ()
 
     def summary(self) -> Mapping[str, object]:
         """Return the main facts."""

@@ -314,7 +314,7 @@ class PendingHandler(DelegatingHandler):
                 return
             self._encrypting += 1
         try:
-            self._key_materials[pending.target.path] = encrypt_pending(
+            self._key_materials[pending.target.path], _ = encrypt_pending(
                 self._keys, self._table_name, source, pending
             )
         finally:

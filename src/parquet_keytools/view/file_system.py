@@ -27,7 +27,7 @@ from parquet_keytools.errors import KEY_REFUSALS, KeytoolsError, KmsError, Outpu
 from parquet_keytools.files.conversion import encrypt_pending, rekey_file
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
-from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.files.replacement import put_in_place
 from parquet_keytools.files.table_check import names_in_folders
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.keys.material_store import read_key_materials, remove_key_materials
@@ -186,9 +186,7 @@ class EncryptedOutput(io.RawIOBase):
                 return lambda: write_whole(self._target, b"")
             raise self._not_parquet()
         names = names_in_folders(self._target.path)
-        new: NewKeyMaterial = encrypt_pending(
-            self._keys, self._table_name, self._spool, pending, folder_names=names
-        )
+        new, _ = encrypt_pending(self._keys, self._table_name, self._spool, pending, folder_names=names)
         return lambda: put_in_place(pending, new)
 
     def _not_parquet(self) -> OutputError:

@@ -56,11 +56,29 @@ def test_json_goes_to_stdout(run, config: Path, plain: Path, tmp_path: Path) -> 
                 "target_bytes": target.stat().st_size,
                 "skipped": False,
                 "copied": False,
+                "plaintext_columns": ["id"],
             }
         ],
         "failures": [],
         "left_out": [],
     }
+
+
+def test_results_list_the_plaintext_columns(run, config: Path, plain: Path, folder: Path, tmp_path: Path) -> None:
+    text = "In plaintext: 1 column: id\n"
+    encrypted, rekeyed, decrypted = (tmp_path / name for name in ("e.parquet", "r.parquet", "d.parquet"))
+    assert text in run("encrypt", plain, encrypted, "--config", config).stdout
+    assert text in run("rekey", encrypted, rekeyed, "--config", config).stdout
+    assert "In plaintext" not in run("decrypt", rekeyed, decrypted, "--config", config).stdout
+    assert run("encrypt", folder, tmp_path / "all", "--config", config).stdout.count("In plaintext") == 1
+    done = run("encrypt", folder, "--config", config, "--in-place", "--json")
+    assert [file["plaintext_columns"] for file in json.loads(done.stdout)["files"]] == [["id"]] * 3
+    assert text in done.stderr
+    assert text in run("rekey", folder, "--config", config, "--in-place").stdout
+    with Keytools.from_yaml(config) as keytools:
+        assert keytools.encrypt_file(plain, tmp_path / "f.parquet").plaintext_columns == ("id",)
+    config.write_text(config.read_text().replace("unlisted_columns: plaintext", "unlisted_columns: footer_key"))
+    assert "In plaintext" not in run("encrypt", plain, tmp_path / "g.parquet", "--config", config).stdout
 
 
 def test_uris(run, config: Path, plain: Path, tmp_path: Path) -> None:
