@@ -18,6 +18,7 @@ import typer
 from parquet_keytools.cli.options import (
     CONFIG_VARIABLE,
     AadPrefixOption,
+    AllowPlaintextOption,
     JsonOption,
     ListKeyOption,
     PartsOption,
@@ -25,6 +26,7 @@ from parquet_keytools.cli.options import (
     ProcessesOption,
     ReportOptions,
     TableOption,
+    VerifyStrictOption,
     WideOption,
     checked_aad_prefix,
     config_option,
@@ -382,14 +384,6 @@ VerifyConfigOption = Annotated[
 ]
 
 
-AllowPlaintextOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-plaintext",
-        metavar="GLOB",
-        help="Accept plaintext files of a folder whose path within it this glob matches; may be repeated.",
-    ),
-]
 ExpectOption = Annotated[
     str | None,
     typer.Option(
@@ -402,7 +396,6 @@ RecordOption = Annotated[
         "--record", metavar="LIST", help="Write an authenticated list of the files of a folder, if they conform."
     ),
 ]
-VerifyStrictOption = Annotated[bool, typer.Option("--strict", help="Exit with 1 for weaknesses, too.")]
 
 
 @with_options(ReportOptions)

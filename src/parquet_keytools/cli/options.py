@@ -97,6 +97,15 @@ AadPrefixOption = Annotated[
 PartsOption = Annotated[
     int | None, typer.Option("--parts", metavar="N", min=1, help="The folder must have parts 0 to N-1, each once.")
 ]
+AllowPlaintextOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-plaintext",
+        metavar="GLOB",
+        help="Accept plaintext files of a folder whose path within it this glob matches; may be repeated.",
+    ),
+]
+VerifyStrictOption = Annotated[bool, typer.Option("--strict", help="Exit with 1 for weaknesses, too.")]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace DST, or files of the same names in the folder DST.")
 ]

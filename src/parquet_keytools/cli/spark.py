@@ -19,6 +19,7 @@ import typer
 
 from parquet_keytools.cli.options import (
     AadPrefixOption,
+    AllowPlaintextOption,
     ConfigOption,
     FollowLinksOption,
     IgnorePassedOverOption,
@@ -31,6 +32,7 @@ from parquet_keytools.cli.options import (
     SourceArgument,
     TableOption,
     TargetArgument,
+    VerifyStrictOption,
     location_of,
     pairs_of,
     with_options,
@@ -163,12 +165,19 @@ def rekey_with_spark(path: PathArgument, options: ReadingOptions, follow_links: 
 
 @app.command("verify")
 @with_options(ReadingOptions)
-def verify_with_spark(path: PathArgument, options: ReadingOptions, parts: PartsOption = None) -> None:
+def verify_with_spark(
+    path: PathArgument,
+    options: ReadingOptions,
+    parts: PartsOption = None,
+    allow_plaintext: AllowPlaintextOption = None,
+    strict: VerifyStrictOption = False,
+) -> None:
     """Check files against the encryption specification.
 
-    Each file is checked rule by rule, and all files as one data set.
+    Each file is checked rule by rule, and all files as one data set, with the verdicts of `verify`.
     """
-    _run("verify", options, path, **_table_and_prefix(options), part_count=parts)
+    arguments = {"part_count": parts, "allow_plaintext": allow_plaintext or ()}
+    _run("verify", options, path, strict=strict, **_table_and_prefix(options), **arguments)
 
 
 @app.command("keys")
@@ -320,8 +329,8 @@ def _table_and_prefix(options: ReadingOptions) -> dict[str, Any]:
     return {"table_name": options.table, "aad_prefix": options.aad_prefix}
 
 
-def _run(name: str, options: SessionOptions, *places: str, **arguments: Any) -> None:
-    """Run a pipeline, and show its report.
+def _run(name: str, options: SessionOptions, *places: str, strict: bool = False, **arguments: Any) -> None:
+    """Run a pipeline, and show its report; if `strict`, weaknesses fail.
 
     Raises:
         typer.Exit: Something failed.
@@ -339,7 +348,7 @@ def _run(name: str, options: SessionOptions, *places: str, **arguments: Any) -> 
         )
         if name == "keys" and not json_wanted():
             _show_keys(report)
-        _show(report)
+        _show(report, strict=strict)
 
 
 @contextmanager
@@ -387,24 +396,25 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
         session.stop()
 
 
-def _show(report: PipelineReport) -> None:
+def _show(report: PipelineReport, *, strict: bool) -> None:
     """Print a report.
 
     Raises:
         typer.Exit: Something failed.
     """
     from parquet_keytools import errors
+    from parquet_keytools.conformance.report import Verdict
     from parquet_keytools.spark.pipelines import VerificationReport
 
-    rules = None
+    rules, verdict = None, None
     if isinstance(report, VerificationReport):
-        rules = [row for row in report.rule_rows() if row["outcome"] == "broken"]
+        rules, verdict = [row for row in report.rule_rows() if row["outcome"] == "broken"], report.verdict
     document = {
         "outcomes": dict(report.outcomes),
         "kms_keys": dict(report.kms_keys),
         "tasks": report.tasks,
         "seconds": round(report.seconds, 3),
-    } | ({} if rules is None else {"broken_rules": rules})
+    } | ({} if verdict is None else {"verdict": verdict.value, "broken_rules": rules})
     kinds = set()
     messages: dict[str, Messages] = {}
     with FilesDocument() as files:
@@ -429,7 +439,9 @@ def _show(report: PipelineReport) -> None:
     answer(
         f"{outcomes or 'No files'} in {report.seconds:.1f} s and {report.tasks} tasks; keys asked for: {asked}."
     )
-    if report.succeeded:
+    if verdict is not None:
+        answer(f"The data set: {verdict.value}")
+    if report.succeeded and not (strict and verdict is Verdict.WEAK):
         return
     kms_failed = kinds and all(issubclass(kind, errors.KmsError) for kind in kinds)
     raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)

@@ -486,8 +486,8 @@ def _surroundings(
 
 
 _WITHOUT_KMS = (
-    "give --config with the KMS of the table; or check the table with `iceberg verify`, and accept this file with "
-    "--allow-plaintext"
+    "`verify` checks the table if --config has its KMS. Or check the table with `iceberg verify`, and "
+    "accept this file with --allow-plaintext"
 )
 
 

@@ -939,6 +939,7 @@ def verify(
     table_name: str | None = None,
     aad_prefix: str | bytes | None = None,
     part_count: int | None = None,
+    allow_plaintext: Sequence[str] = (),
     file_on_nodes: str | None = None,
     max_tasks: int | None = None,
 ) -> VerificationReport:
@@ -954,6 +955,7 @@ def verify(
         table_name: The table, whose policy the files must follow; None where the configuration has only one.
         aad_prefix: The AAD prefix that every file must have.
         part_count: How many parts there must be, numbered from 0; None where that is not known.
+        allow_plaintext: Globs of paths within the folder of accepted plaintext files; `*` matches `/`, too.
         file_on_nodes: See `encrypt`.
         max_tasks: How many tasks there may be.
 
@@ -967,7 +969,7 @@ def verify(
             job.configuration.select_table(table_name)
         root = job.root
         files, left_out, others = _listed(root, with_key_material=True)
-        how = _Verification(table_name, aad_prefix, secrets.token_bytes(32))
+        how = _Verification(table_name, aad_prefix, tuple(allow_plaintext), secrets.token_bytes(32))
         report, rules = _Report(job), _Rows(RULE_ROWS)
         found: list[_Found] = []
         columns: dict[object, Any] = {}
@@ -993,6 +995,7 @@ def verify(
                 left_out,
                 [],
                 part_count=part_count,
+                allow_plaintext=allow_plaintext,
             )
             rules.add(_rule_rows(str(root), data_set.rules))
             for other in data_set.files:
@@ -1011,20 +1014,24 @@ class _Verification:
 
     table_name: str | None
     aad_prefix: str | bytes | None
+    allow_plaintext: tuple[str, ...]
     fingerprint_key: bytes
 
     def of(
-        self, worker: Worker, location: FileLocation, nonce_part: NoncePart | None = None
+        self, worker: Worker, location: FileLocation, name: str, nonce_part: NoncePart | None = None
     ) -> tuple[FileReport, FileFacts]:
         use_fingerprint_key(self.fingerprint_key)
         # One for each file: the answers of all would pile up. KEKs stay in the cache of the service.
-        verifier = verification.MemberVerifier(worker.keys, self.table_name, self.aad_prefix)
+        folder = replace(location, path=location.path.removesuffix(name).rstrip("/"))
+        verifier = verification.MemberVerifier(
+            worker.keys, self.table_name, self.aad_prefix, folder if name else None, self.allow_plaintext
+        )
         return verifier.look_at(location, threads=1, nonce_part=nonce_part)
 
 
 def _verify(worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification) -> Outcome:
     """Verify a file; the outcome has what the rules about the data set need, without nonces."""
-    report, facts = how.of(worker, location)
+    report, facts = how.of(worker, location, file.name)
     fingerprints: _Fingerprints = {} if facts.nonces is None else facts.nonces.invocations
     rules = list(_rule_rows(report.path, report.rules))
     found = _Found(file.name, report.verdict, replace(facts, nonces=None), fingerprints, rules)
@@ -1035,7 +1042,7 @@ def _read_nonces(
     worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification, part: NoncePart
 ) -> Outcome:
     """Read nonces of a file that shares DEKs with others."""
-    report, facts = how.of(worker, location, part)
+    report, facts = how.of(worker, location, file.name, part)
     return replace(_of_verdict(report, file.size_bytes), other=facts.nonces)
 
 

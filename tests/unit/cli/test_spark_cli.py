@@ -114,6 +114,21 @@ def test_what_the_configuration_says_is_done_where_nothing_else_is_said(
     assert "new" in call("keys", "data").stdout
 
 
+def test_verify_accepts_plaintext_and_counts_weaknesses(call: Callable[..., Result], tmp_path: Path) -> None:
+    assert call("encrypt", "plain", "data").exit_code == 0
+    weak = call("verify", "data", "--json")
+    assert (weak.exit_code, json.loads(weak.stdout)["verdict"]) == (0, "conforms, with weaknesses")
+    assert "conforms, with weaknesses" in call("verify", "data").stdout
+    assert call("verify", "data", "--strict").exit_code == 1
+    (tmp_path / "data" / "sub").mkdir()
+    (tmp_path / "data" / "sub" / "p.parquet").write_bytes((tmp_path / "plain" / "part-0.parquet").read_bytes())
+    (tmp_path / "data" / "people.csv").write_text("a,b\n1,2\n")
+    assert call("verify", "data").exit_code == 1
+    assert call("verify", "data", "--allow-plaintext", "sub/*").exit_code == 1
+    accepted = call("verify", "data", "--allow-plaintext", "sub/*", "--allow-plaintext", "*.csv", "--json")
+    assert (accepted.exit_code, json.loads(accepted.stdout)["verdict"]) == (0, "conforms, with weaknesses")
+
+
 def test_decrypt_takes_an_aad_prefix(call: Callable[..., Result], tmp_path: Path) -> None:
     assert call("encrypt", "plain", "data").exit_code == 0
     assert call("decrypt", "data", "back", "--aad-prefix", "other").exit_code == 1
