@@ -101,8 +101,22 @@ def test_a_command_over_encrypted_files_ends(tmp_path: Path, down: Path, command
     if command[0] == "verify":
         assert document["verdict"] == "incomplete" and len(document["files"]) == FILES
         assert f"parquet-keytools verify {data}" in done.stderr
-    else:
+    elif command[0] != "keys":
         assert document["complete"] is False
+        assert document["counts"] == {"failed": 1, "not attempted": FILES - 1}
+        outcomes = {Path(file["path"]).name: file["outcome"] for file in document["files"]}
+        assert len(outcomes) == FILES and outcomes["00.parquet"] == "failed"
+        assert f"repeat the command: parquet-keytools {' '.join(command)} {data}" in done.stderr
+
+
+def test_an_encryption_in_place_says_what_is_left(tmp_path: Path, down: Path) -> None:
+    data = plain(tmp_path / "data")
+    before = {path: path.read_bytes() for path in data.iterdir()}
+    done, _ = run("encrypt", data, "--in-place", "--config", down, "--json", "--processes", 2)
+    assert done.exit_code == 3, done.output
+    assert json.loads(done.stdout)["counts"] == {"failed": 1, "not attempted": FILES - 1}
+    assert f"repeat the command: parquet-keytools encrypt {data} --in-place" in done.stderr
+    assert {path: path.read_bytes() for path in data.iterdir()} == before
 
 
 def test_a_uri_with_credentials_is_not_printed_again(tmp_path: Path, down: Path) -> None:

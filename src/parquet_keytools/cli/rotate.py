@@ -24,6 +24,7 @@ from parquet_keytools.cli.options import (
 from parquet_keytools.cli.output import (
     FilesDocument,
     Messages,
+    again,
     answer,
     answer_plaintext_columns,
     error_text,
@@ -259,13 +260,19 @@ def _say_failures(report: RotationReport) -> None:
 
 
 def _say_stopped(report: RotationReport) -> None:
-    """Print why a run ended early, unless the message of a failed file says so."""
+    """Print why a run ended early, unless the message of a failed file says so, and how to continue."""
+    from parquet_keytools.rotation.report import RotationOutcome
+
     if report.stopped_by is None:
         return
     why = error_text(report.stopped_by)
-    if why in (error_text(file.error) for file in report.failures if file.error is not None):
-        why = "files after it were not processed, because they would fail, too."
-    say(f"Stopped: {why}")
+    if why not in (error_text(file.error) for file in report.failures if file.error is not None):
+        say(f"Stopped: {why}")
+    if not_attempted := report.counts[RotationOutcome.NOT_ATTEMPTED]:
+        say(
+            f"Not attempted: {not_attempted:,} of {number_of(report.counts.total(), 'file')}, because they would "
+            f"fail, too. Solve the problem, then repeat the command{again()}"
+        )
 
 
 def _files_text(counts: Counter[RotationOutcome]) -> str:

@@ -232,8 +232,15 @@ def change_data_set(path: FileLocation, change: FileChange, report: RotationRepo
         FileNotFoundError: The file or folder does not exist.
         NoParquetFilesError: The folder has no Parquet files.
     """
+    begun: dict[str, None] = {}
+
+    def noting_begun(locations: Iterator[FileLocation]) -> Iterator[FileLocation]:
+        for location in locations:
+            begun[str(location)] = None
+            yield location
 
     def note(result: FileRotation) -> None:
+        begun.pop(result.path, None)
         if result.error is not None and options.raises_failures:
             raise result.error
         report.add([result], keep_results=options.keep_results)
@@ -257,9 +264,14 @@ def change_data_set(path: FileLocation, change: FileChange, report: RotationRepo
         locations = files_of(entries, lambda unseen: note(FileRotation.of_unseen(unseen)), options.on_left_out)
         if not report.dry_run:
             locations = without_leftovers(locations)
+        locations = noting_begun(locations)
         # Closed at once if this ends early, so that begun files are finished then.
         for result in stack.enter_context(contextlib.closing(_results(change, report, locations))):
             note(result)
+        # A process that ended may have completed a file.
+        if report.stopped_by is not None and not isinstance(report.stopped_by, WorkerProcessEndedError):
+            for left in [*begun, *map(str, locations)]:
+                note(FileRotation(left, RotationOutcome.NOT_ATTEMPTED))
 
 
 def _results(
@@ -269,12 +281,18 @@ def _results(
         is_last = False
         while not is_last and report.stopped_by is None:
             is_last = True
+            unreachable: list[FileRotation] = []
             for result in _results_together(change, report, pool, locations):
                 is_last = False
                 failure = None if result.error is None else storage_failure(result.error, result.path)
                 report.stopped_by = report.stopped_by or failure
-                yield result
+                if result.error is not None and kms_failure(result.error) is not None:
+                    unreachable.append(result)
+                else:
+                    yield result
             report.stopped_by = report.stopped_by or change.take_end()
+            # One says why the run ends; the others were attempted at the same time, and are unchanged.
+            yield from unreachable if report.stopped_by is None else unreachable[:1]
 
 
 def _results_together(

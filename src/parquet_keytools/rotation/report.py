@@ -27,6 +27,8 @@ class RotationOutcome(Enum):
     NOTHING_TO_ROTATE = "nothing to rotate"
     NOT_ENCRYPTED = "not encrypted"
     FAILED = "failed"
+    NOT_ATTEMPTED = "not attempted"
+    """Left when the KMS or the storage failed, and unchanged."""
 
 
 Outcome = RotationOutcome
