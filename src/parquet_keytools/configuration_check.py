@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -99,7 +99,11 @@ def named_master_keys(configuration: Configuration) -> dict[str, str]:
     """Return name -> identifier of all master keys that a configuration names, in order of appearance."""
     names = [name for table in configuration.tables.values() for _, name in table.key_uses()]
     names += [hash_key.master_key for hash_key in configuration.hash_keys.values()]
-    references = {name: resolve_key(configuration, name) for name in [*names, *configuration.master_keys]}
+    return _identifiers(configuration, [*names, *configuration.master_keys])
+
+
+def _identifiers(configuration: Configuration, names: Sequence[str]) -> dict[str, str]:
+    references = {name: resolve_key(configuration, name) for name in names}
     return {
         name: reference.master_key_id
         for name, reference in references.items()
@@ -135,13 +139,18 @@ def check_master_keys(
 ) -> list[MasterKeyCheck]:
     """Wrap a random key with each master key that the configuration names, and unwrap it.
 
-    With a role, only its permissions are tried: a reader and a rotator send the KMS a wrapped key that it never
-    made, which it refuses as invalid if the permission is there. A KMS that re-wraps no keys by itself unwraps and
-    wraps for a rotator.
+    With a role, only its permissions are tried: for a reader and a rotator by a dry run, or with a wrapped key
+    that the KMS never made, which it refuses as invalid if the permission is there. A KMS that re-wraps no keys by
+    itself unwraps and wraps for a rotator. A rotator is checked for `rotation.moves`, or without them for new
+    versions of each master key.
 
     Some keys at a time, so that a client whose time is over (see `RemoteKmsClient.end_within`) has checked these.
     """
     names = named_master_keys(configuration)
+    moves: dict[str, str] = {}
+    if role == "rotator" and configuration.rotation.moves:
+        names = _identifiers(configuration, [n for move in configuration.rotation.moves.items() for n in move])
+        moves = {names[old]: names[new] for old, new in configuration.rotation.moves.items()}
     identifiers = list(dict.fromkeys(names.values()))
     outcomes: dict[str, tuple[str | None, KmsError | None]] = {}
     by_kms: dict[str, list[str]] = {}
@@ -149,8 +158,11 @@ def check_master_keys(
         by_kms.setdefault(kms.instance_of(identifier), []).append(identifier)
 
     def check(of_one: list[str]) -> None:
+        pairs = [(old, moves.get(old, old)) for old in of_one]
+        pairs += [(old, new) for old, new in moves.items() if new in of_one]
+        rewraps = all(kms.rewraps_by_itself(old, new) for old, new in pairs)
         for start in range(0, len(of_one), _KEYS_AT_A_TIME):
-            outcomes.update(_outcomes(kms, of_one[start : start + _KEYS_AT_A_TIME], role))
+            outcomes.update(_outcomes(kms, of_one[start : start + _KEYS_AT_A_TIME], role, moves, rewraps=rewraps))
 
     # At the same time: a KMS that does not answer must not use up the time of the others.
     in_threads(check, list(by_kms.values()), len(by_kms))
@@ -164,13 +176,17 @@ _Outcomes = dict[str, tuple[str | None, KmsError | None]]
 """Master key -> the version that wrapped, and the failure."""
 
 
-def _outcomes(kms: KmsClient, identifiers: list[str], role: Role | None) -> _Outcomes:
-    rewraps = all(kms.rewraps_by_itself(identifier, identifier) for identifier in identifiers)
+def _outcomes(
+    kms: KmsClient, identifiers: list[str], role: Role | None, moves: Mapping[str, str], *, rewraps: bool
+) -> _Outcomes:
+    """Return what came of the master keys of one KMS."""
     # A local KMS has no permissions: it wraps and unwraps.
-    if isinstance(kms.parts(identifiers[0])[0], RemoteKmsClient) and (
-        role == "reader" or (role == "rotator" and rewraps)
-    ):
-        return _probed(kms, identifiers, role)
+    is_remote = isinstance(kms.parts(identifiers[0])[0], RemoteKmsClient)
+    if is_remote and (role == "reader" or (role == "rotator" and rewraps)):
+        if role == "rotator":
+            # The targets of moves are tried with their sources.
+            return _probed(kms, [(old, moves.get(old, old)) for old in identifiers if old in moves or not moves])
+        return _probed(kms, [(identifier, None) for identifier in identifiers])
     keys = [SecretBytes.random(_THROW_AWAY_KEY_LENGTH_BITS) for _ in identifiers]
     wrapped = dict(zip(identifiers, kms.wrap_many(list(map(WrapRequest, keys, identifiers))), strict=True))
     if role == "writer":
@@ -188,23 +204,43 @@ def _outcomes(kms: KmsClient, identifiers: list[str], role: Role | None) -> _Out
     }
 
 
-def _probed(kms: KmsClient, identifiers: list[str], role: Role) -> _Outcomes:
-    """Return, for each master key, whether a wrapped key that the KMS never made is refused as invalid."""
-    operation = "unwrap" if role == "reader" else "rewrap"
-    cannot = KmsError("permissions can be tried only with keys that it wrapped", tries=0)
+def _probed(kms: KmsClient, moves: list[tuple[str, str | None]]) -> _Outcomes:
+    """Return for each master key whether the caller may unwrap with it, or re-wrap from it to another one.
+
+    Without dry runs, a wrapped key that the KMS never made is refused as invalid.
+    """
+    if not moves:
+        return {}
+    client = kms.parts(moves[0][0])[0]
+    within = {name: kms.parts(name)[1] for move in moves for name in move if name is not None}
+    answers: Sequence[object] | None = client.dry_run(
+        [(within[old], None if new is None else within[new]) for old, new in moves]
+    )
+    if answers is None:
+        probes = {old: kms.probe(old) for old, _ in moves}
+        known = {old: probe for old, probe in probes.items() if probe is not None}
+        tried = [(old, new) for old, new in moves if old in known]
+        if any(new for _, new in moves):
+            results: Sequence[object] = kms.rewrap_many([RewrapRequest(known[o], o, n or o) for o, n in tried])
+        else:
+            results = kms.unwrap_many([UnwrapRequest(known[old], old) for old, _ in tried])
+        found = dict(zip(known, results, strict=True))
+        cannot = KmsError("permissions can be tried only with keys that it wrapped", tries=0)
+        answers = [
+            found.get(old, cannot.about(client.backend, "unwrap" if new is None else "rewrap", old))
+            for old, new in moves
+        ]
     outcomes: _Outcomes = {}
-    probes = {identifier: kms.probe(identifier) for identifier in identifiers}
-    known = {identifier: probe for identifier, probe in probes.items() if probe is not None}
-    answers: Sequence[object]
-    if role == "reader":
-        answers = kms.unwrap_many([UnwrapRequest(probe, identifier) for identifier, probe in known.items()])
-    else:
-        answers = kms.rewrap_many([RewrapRequest(probe, name, name) for name, probe in known.items()])
-    for identifier, answer in zip(known, answers, strict=True):
-        is_failure = isinstance(answer, KmsError) and not isinstance(answer, WrappedKeyInvalidError)
-        outcomes[identifier] = None, answer if is_failure else None  # type: ignore[assignment]
-    for identifier in probes.keys() - known.keys():
-        outcomes[identifier] = None, cannot.about(kms.parts(identifier)[0].backend, operation, identifier)
+    for (old, new), answer in zip(moves, answers, strict=True):
+        if not isinstance(answer, KmsError) or isinstance(answer, WrappedKeyInvalidError):
+            for identifier in (old, new or old):
+                outcomes.setdefault(identifier, (None, None))
+            continue
+        is_new = new is not None and answer.master_key_id in (new, within[new])
+        concerned, other = (new, old) if new is not None and is_new else (old, new or old)
+        together = KmsError(f"it is tried together with {concerned}, which failed", tries=0)
+        outcomes[other] = None, together.about(client.backend, "rewrap", other)
+        outcomes[concerned] = None, answer
     return outcomes
 
 

@@ -85,6 +85,8 @@ class FakeKms:
         self.always: Fault | None = None
         self.expired_access_keys: set[str] = set()
         self.authorizations: list[str] = []
+        self.policy: list[Json] | None = None
+        """The statements of the caller's IAM policy; None allows everything."""
         self.latency_seconds = 0.0
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
@@ -127,9 +129,20 @@ class FakeKms:
             raise RefusalError("NotFoundException", f"Key '{prefix}key/{name}' does not exist")
         return self.keys[name]
 
-    def _usable(self, name: str, action: str) -> Key:
+    def _is_allowed(self, action: str, key: Key, context: dict[str, str]) -> bool:
+        def allows(statement: Json) -> bool:
+            wanted = statement.get("Condition", {}).get("StringEquals", {})
+            return (
+                f"kms:{action}" in statement["Action"]
+                and key.arn in statement["Resource"]
+                and all(context.get(name.rpartition(":")[2]) == value for name, value in wanted.items())
+            )
+
+        return self.policy is None or any(map(allows, self.policy))
+
+    def _usable(self, name: str, action: str, context: dict[str, str]) -> Key:
         key = self._find(name)
-        if action in key.denied or "*" in key.denied:
+        if action in key.denied or "*" in key.denied or not self._is_allowed(action, key, context):
             message = (
                 f"User: arn:aws:iam::{ACCOUNT}:user/x is not authorized to perform: kms:{action} on: {key.arn}"
             )
@@ -171,21 +184,25 @@ class FakeKms:
             raise RefusalError("InvalidCiphertextException") from None
 
     def _encrypt(self, request: Json) -> Json:
-        key = self._usable(request["KeyId"], "Encrypt")
+        key = self._usable(request["KeyId"], "Encrypt", request.get("EncryptionContext", {}))
         plaintext = base64.b64decode(request["Plaintext"])
         blob = self._seal(key, plaintext, request.get("EncryptionContext", {}))
         return {"KeyId": key.arn, "CiphertextBlob": base64.b64encode(blob).decode()}
 
     def _decrypt(self, request: Json) -> Json:
-        key = self._usable(request["KeyId"], "Decrypt")
+        key = self._usable(request["KeyId"], "Decrypt", request.get("EncryptionContext", {}))
+        _end_dry_run(request)
         plaintext = self._open(
             base64.b64decode(request["CiphertextBlob"]), key, request.get("EncryptionContext", {})
         )
         return {"KeyId": key.arn, "Plaintext": base64.b64encode(plaintext).decode()}
 
     def _re_encrypt(self, request: Json) -> Json:
-        source = self._usable(request["SourceKeyId"], "ReEncryptFrom")
-        destination = self._usable(request["DestinationKeyId"], "ReEncryptTo")
+        source = self._usable(request["SourceKeyId"], "ReEncryptFrom", request.get("SourceEncryptionContext", {}))
+        destination = self._usable(
+            request["DestinationKeyId"], "ReEncryptTo", request.get("DestinationEncryptionContext", {})
+        )
+        _end_dry_run(request)
         blob = base64.b64decode(request["CiphertextBlob"])
         plaintext = self._open(blob, source, request.get("SourceEncryptionContext", {}))
         blob = self._seal(destination, plaintext, request.get("DestinationEncryptionContext", {}))
@@ -253,6 +270,13 @@ class FakeKms:
         with self.lock:
             self.log.append((operation, request, answer))
         return fault(operation, request, right) if fault else right
+
+
+def _end_dry_run(request: Json) -> None:
+    """End a dry run as AWS documents it: without a look at the ciphertext, if it is to be ignored."""
+    if request.get("DryRun"):
+        assert request["DryRunModifiers"] == ["IGNORE_CIPHERTEXT"] and "CiphertextBlob" not in request
+        raise RefusalError("DryRunOperationException", "The request would have succeeded.", 412)
 
 
 def _aad(context: dict[str, str]) -> bytes:

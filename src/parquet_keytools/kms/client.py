@@ -408,6 +408,17 @@ class KmsClient(ABC):
     def end_within(self, seconds: float) -> None:  # noqa: B027 - a local KMS takes no time
         """Let all later operations together take at most `seconds`; others then fail with `tries` 0."""
 
+    def dry_run(self, moves: Sequence[tuple[str, str | None]]) -> list[KmsError | None] | None:
+        """Find out what a caller may do, without a wrapped key, from a KMS that has such a request.
+
+        Args:
+            moves: A master key, and the master key to re-wrap to; None to unwrap.
+
+        Returns:
+            For each, None if the caller may do it, or else the refusal. None if the KMS has no such request.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027 - most clients have nothing to close
         """Close the connections. Calls after this may fail. Closing twice is harmless."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -150,12 +151,49 @@ class AwsKms(RemoteKmsClient):
                 DestinationEncryptionContext=self._settings.encryption_context,
             )
         except ClientError as error:
-            concerned = _concerned(error, request)
+            concerned = _concerned(error, request.master_key_id, request.new_master_key_id)
             failure = self._translate(error, "rewrap", concerned)
             raise failure.about(self.backend, "rewrap", concerned) from None
         self._check_identity(answer.get("SourceKeyId"), request.master_key_id, deadline)
         self._check_identity(answer.get("KeyId"), request.new_master_key_id, deadline)
         return _wrapped_key_in(answer)
+
+    def dry_run(self, moves: Sequence[tuple[str, str | None]]) -> list[KmsError | None]:
+        """Ask AWS KMS whether the caller may decrypt, or re-encrypt to another key; it ignores ciphertexts."""
+        name = "rewrap" if any(new for _, new in moves) else "unwrap"
+        return self._operation(name).each(moves, self._try, itemgetter(0))
+
+    def _try(self, move: tuple[str, str | None], seconds: float) -> None:
+        master_key_id, new_master_key_id = move
+        deadline = time.monotonic() + seconds
+        dry: dict[str, Any] = {"DryRun": True, "DryRunModifiers": ["IGNORE_CIPHERTEXT"]}
+        context = self._settings.encryption_context
+        try:
+            if new_master_key_id is None:
+                self._connection.call("decrypt", deadline, KeyId=master_key_id, EncryptionContext=context, **dry)
+            else:
+                self._connection.call(
+                    "re_encrypt",
+                    deadline,
+                    SourceKeyId=master_key_id,
+                    DestinationKeyId=new_master_key_id,
+                    SourceEncryptionContext=context,
+                    DestinationEncryptionContext=context,
+                    **dry,
+                )
+        except ParamValidationError:
+            raise KmsConfigurationError(
+                "this version of boto3 cannot ask what is permitted", hint="Install boto3 1.42.50 or later."
+            ) from None
+        except ClientError as error:
+            if error.response.get("Error", {}).get("Code") == "DryRunOperationException":
+                return
+            if new_master_key_id is not None:
+                concerned = _concerned(error, master_key_id, new_master_key_id)
+                failure = self._translate(error, "rewrap", concerned)
+                raise failure.about(self.backend, "rewrap", concerned) from None
+            raise
+        raise KmsResponseInvalidError("it answered a dry run as if it was none")
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         def send(seconds: float) -> MasterKeyDescription:
@@ -304,10 +342,10 @@ def _answered(key_id: object, master_key_id: str) -> KmsArn:
     return arn
 
 
-def _concerned(error: ClientError, request: RewrapRequest) -> str:
+def _concerned(error: ClientError, master_key_id: str, new_master_key_id: str) -> str:
     """Return which of the two master keys the error of a ReEncrypt is about, by its text."""
     text = str(error.response.get("Error", {}).get("Message", ""))
-    name, new_name = (id_.rpartition("/")[2] for id_ in (request.master_key_id, request.new_master_key_id))
+    name, new_name = (id_.rpartition("/")[2] for id_ in (master_key_id, new_master_key_id))
     if "kms:ReEncryptTo" in text or (new_name in text and name not in text):
-        return request.new_master_key_id
-    return request.master_key_id
+        return new_master_key_id
+    return master_key_id
