@@ -56,6 +56,7 @@ from parquet_keytools.runtime.presentation import expanded
 if TYPE_CHECKING:
     from parquet_keytools.config.settings import Configuration
     from parquet_keytools.conformance.inspection import Inspection
+    from parquet_keytools.conformance.report import DataSetReport, FileReport
 
 ConfigsArgument = Annotated[
     list[Path] | None,
@@ -471,12 +472,12 @@ def verify_command(
                     if data_set.conforms
                     else f"Not recorded in {record}: see the verdict."
                 )
-            verdict, kms_is_unavailable = data_set.verdict, data_set.kms_is_unavailable
+            checked: DataSetReport | FileReport = data_set
         else:
             report = verify_file(location, aad_prefix=aad_prefix)
             print_json(report.to_dict()) if json_wanted() else show_file(report)
-            verdict, kms_is_unavailable = report.verdict, report.kms_is_unavailable
-    if verdict is Verdict.INCOMPLETE and kms_is_unavailable:
+            checked = report
+    if checked.verdict is Verdict.INCOMPLETE and checked.kms_is_unavailable:
         raise typer.Exit(ExitStatus.KMS_FAILED)
-    if not verdict.conforms or (strict and verdict is Verdict.WEAK):
+    if not (checked.conforms_strictly if strict else checked.conforms):
         raise typer.Exit(ExitStatus.NO)

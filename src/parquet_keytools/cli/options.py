@@ -105,7 +105,9 @@ AllowPlaintextOption = Annotated[
         help="Accept plaintext files of a folder whose path within it this glob matches; may be repeated.",
     ),
 ]
-VerifyStrictOption = Annotated[bool, typer.Option("--strict", help="Exit with 1 for weaknesses, too.")]
+VerifyStrictOption = Annotated[
+    bool, typer.Option("--strict", help="Exit with 1 for weaknesses, too, unless the table accepts them.")
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace DST, or files of the same names in the folder DST.")
 ]

@@ -403,7 +403,6 @@ def _show(report: PipelineReport, *, strict: bool) -> None:
         typer.Exit: Something failed.
     """
     from parquet_keytools import errors
-    from parquet_keytools.conformance.report import Verdict
     from parquet_keytools.spark.pipelines import VerificationReport
 
     rules, verdict = None, None
@@ -441,7 +440,7 @@ def _show(report: PipelineReport, *, strict: bool) -> None:
     )
     if verdict is not None:
         answer(f"The data set: {verdict.value}")
-    if report.succeeded and not (strict and verdict is Verdict.WEAK):
+    if report.conforms_strictly if strict and isinstance(report, VerificationReport) else report.succeeded:
         return
     kms_failed = kinds and all(issubclass(kind, errors.KmsError) for kind in kinds)
     raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)

@@ -181,6 +181,7 @@ class _FileVerifier:
             ciphers.note_held(self._book)
         if not self._only_nonces:
             self._check_nonces()
+        table = self._expectation.table
         report = FileReport(
             self._source.path,
             self._keys.finder is not None,
@@ -189,7 +190,8 @@ class _FileVerifier:
             damage if has_all_keys else None,
             self._keys.denied_by_title(),
             frozenset() if self._expectation.aad_prefix is None else frozenset({"prefix-expected"}),
-            None if self._expectation.table is None else self._expectation.table.table_name,
+            None if table is None else table.table_name,
+            accepted=frozenset({"no-prefix"} if table is not None and table.settings.aad_prefix is None else ()),
         )
         facts = replace(
             self._facts,

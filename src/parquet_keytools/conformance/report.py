@@ -357,6 +357,7 @@ class FileReport(Summarised):
         table: The table that it was compared with; None where there is none, or none of several was named.
         asked_for: Ids of rules that must be answered even without keys: the caller asked for them.
         kms_is_unavailable: Whether keys are missing because the KMS could not be reached.
+        accepted: Ids of weaknesses that the table accepts: `no-prefix` if it sets no `aad_prefix`.
     """
 
     path: str
@@ -368,6 +369,7 @@ class FileReport(Summarised):
     asked_for: frozenset[str] = frozenset()
     table: str | None = None
     kms_is_unavailable: bool = False
+    accepted: frozenset[str] = frozenset()
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -384,6 +386,12 @@ class FileReport(Summarised):
     def conforms(self) -> bool:
         """Whether all that was asked for was checked, and no violation was found."""
         return self.verdict.conforms
+
+    @property
+    def conforms_strictly(self) -> bool:
+        """Whether it conforms without weaknesses, except for weaknesses that its table accepts."""
+        others = [result for result in self.rules if result.rule.id not in self.accepted]
+        return self.conforms and verdict_of(others, with_keys=self.with_keys) is Verdict.CONFORMS
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -454,6 +462,12 @@ class DataSetReport(Summarised):
     def conforms(self) -> bool:
         """Whether all that was asked for was checked, and no violation was found."""
         return self.verdict.conforms
+
+    @property
+    def conforms_strictly(self) -> bool:
+        """Whether the files and the data set conform without weaknesses; see `FileReport.conforms_strictly`."""
+        weak = verdict_of(self.rules, with_keys=False) is Verdict.WEAK
+        return self.conforms and not weak and all(report.conforms_strictly for report in self.files)
 
     def summary(self) -> Mapping[str, object]:
         """Return the facts in short."""

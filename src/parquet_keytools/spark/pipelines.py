@@ -171,10 +171,12 @@ class VerificationReport(PipelineReport):
     Attributes:
         packed_rules: Rows of rules, packed some thousand at a time.
         verdict: The verdict on the data set.
+        conforms_strictly: Whether it conforms without weaknesses, except for weaknesses that the table accepts.
     """
 
     packed_rules: Sequence[bytes] = ()
     verdict: Verdict = Verdict.INCOMPLETE
+    conforms_strictly: bool = False
 
     @property
     def rules(self) -> DataFrame:
@@ -929,6 +931,7 @@ class _Found:
     facts: FileFacts
     fingerprints: _Fingerprints
     rules: Sequence[dict[str, Any]] = ()
+    conforms_strictly: bool = False
 
 
 def verify(
@@ -984,6 +987,7 @@ def verify(
             found.append(replace(outcome.other, facts=facts, rules=()))
         verdicts = Counter(file.verdict for file in found)
         verdicts[Verdict.INCOMPLETE] += len(others) + report.outcomes[FAILED]
+        strictly = all(file.conforms_strictly for file in found)
         if [file.name for file in files] != [""]:
             found.sort(key=lambda file: file.name)
             nonces = _shared_nonces(job, how, found, files)
@@ -1002,10 +1006,17 @@ def verify(
                 rules.add(_rule_rows(other.path, other.rules))
                 verdicts[other.verdict] += 1
                 report.add([_of_verdict(other, 0)])
-            verdicts[verdict_of(data_set.rules, with_keys=True)] += 1
+            of_data_set = verdict_of(data_set.rules, with_keys=True)
+            verdicts[of_data_set] += 1
+            strictly = strictly and of_data_set is Verdict.CONFORMS
         report.add(replace(other, outcome=Verdict.INCOMPLETE.value) for other in others)
         verdict = worst_of(+verdicts) if found or verdicts[Verdict.VIOLATED] else Verdict.INCOMPLETE
-    return VerificationReport(**vars(report.finished()), packed_rules=rules.packed(), verdict=verdict)
+    return VerificationReport(
+        **vars(report.finished()),
+        packed_rules=rules.packed(),
+        verdict=verdict,
+        conforms_strictly=strictly and verdict.conforms,
+    )
 
 
 @dataclass(frozen=True)
@@ -1034,7 +1045,9 @@ def _verify(worker: Worker, location: FileLocation, file: NamedFile, *, how: _Ve
     report, facts = how.of(worker, location, file.name)
     fingerprints: _Fingerprints = {} if facts.nonces is None else facts.nonces.invocations
     rules = list(_rule_rows(report.path, report.rules))
-    found = _Found(file.name, report.verdict, replace(facts, nonces=None), fingerprints, rules)
+    found = _Found(
+        file.name, report.verdict, replace(facts, nonces=None), fingerprints, rules, report.conforms_strictly
+    )
     return replace(_of_verdict(report, file.size_bytes), other=found)
 
 

@@ -307,14 +307,27 @@ def test_an_encrypted_file_is_verified_where_plaintext_is_accepted(run, config: 
     assert run("verify", encrypted, "--config", config, "--allow-plaintext", "*").exit_code == 2
 
 
-def test_weaknesses_are_part_of_the_verdict_and_fail_if_strict(run, config: Path, encrypted: Path) -> None:
-    # It has no AAD prefix.
+def test_weaknesses_are_part_of_the_verdict_and_fail_if_strict(
+    run, config: Path, encrypted: Path, plain: Path
+) -> None:
+    # It has no AAD prefix, and its table wants none.
+    keys_only = config.with_name("keys.yaml")
+    keys_only.write_text(config.read_text().partition("tables:")[0])
+    keys_only.chmod(0o600)
     for path in (encrypted, encrypted.parent):
         done = run("verify", path, "--config", config)
         assert (done.exit_code, done.stdout.splitlines()[-1].strip()) == (0, "conforms, with weaknesses")
-        done = run("verify", path, "--config", config, "--strict", "--json")
-        assert (done.exit_code, json.loads(done.stdout)["verdict"]) == (1, "conforms, with weaknesses")
+        for used, status in ((config, 0), (keys_only, 1)):
+            done = run("verify", path, "--config", used, "--strict", "--json")
+            assert (done.exit_code, json.loads(done.stdout)["verdict"]) == (status, "conforms, with weaknesses")
+        assert run("verify", path, "--strict").exit_code == 1
     assert " hold, 1 broken" in run("verify", encrypted, "--config", config).stdout
+    config.write_text(config.read_text() + "    plaintext_footer: true\n    algorithm: AES_GCM_CTR_V1\n")
+    with Keytools.from_yaml(config) as keytools:
+        keytools.encrypt_file(plain, encrypted)
+    assert run("verify", encrypted, "--config", config).exit_code == 0
+    assert run("verify", encrypted, "--config", config, "--strict").exit_code == 1
+    assert run("verify", encrypted.parent, "--config", config, "--strict").exit_code == 1
 
 
 def test_without_weaknesses_a_strict_verification_succeeds(run, config: Path, plain: Path, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_verify_accepts_plaintext_and_counts_weaknesses(call: Callable[..., Resu
     weak = call("verify", "data", "--json")
     assert (weak.exit_code, json.loads(weak.stdout)["verdict"]) == (0, "conforms, with weaknesses")
     assert "conforms, with weaknesses" in call("verify", "data").stdout
-    assert call("verify", "data", "--strict").exit_code == 1
+    assert call("verify", "data", "--strict").exit_code == 0  # The table wants no AAD prefix.
     (tmp_path / "data" / "sub").mkdir()
     (tmp_path / "data" / "sub" / "p.parquet").write_bytes((tmp_path / "plain" / "part-0.parquet").read_bytes())
     (tmp_path / "data" / "people.csv").write_text("a,b\n1,2\n")
@@ -127,6 +127,13 @@ def test_verify_accepts_plaintext_and_counts_weaknesses(call: Callable[..., Resu
     assert call("verify", "data", "--allow-plaintext", "sub/*").exit_code == 1
     accepted = call("verify", "data", "--allow-plaintext", "sub/*", "--allow-plaintext", "*.csv", "--json")
     assert (accepted.exit_code, json.loads(accepted.stdout)["verdict"]) == (0, "conforms, with weaknesses")
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        config.read_text().replace("{footer_key: footer,", "{footer_key: footer, plaintext_footer: true,")
+    )
+    assert call("encrypt", "plain", "visible").exit_code == 0
+    assert call("verify", "visible").exit_code == 0
+    assert call("verify", "visible", "--strict").exit_code == 1
 
 
 def test_decrypt_takes_an_aad_prefix(call: Callable[..., Result], tmp_path: Path) -> None:
