@@ -1211,7 +1211,7 @@ class Keytools(Summarised):
         table_name: str | None = None,
         aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
-        ignore_passed_over: bool = False,
+        ignore_skipped: bool = False,
     ) -> Iterator[FileKeyUses]:
         """Yield the master keys and versions that a file, or each file under a folder, depends on.
 
@@ -1222,7 +1222,7 @@ class Keytools(Summarised):
             table_name: The table of the files, for an AAD prefix that they do not store.
             aad_prefix: The AAD prefix that the files must have.
             filesystem: A `pyarrow.fs` or fsspec file system.
-            ignore_passed_over: Whether to leave out encrypted files that readers of data sets ignore because their
+            ignore_skipped: Whether to leave out encrypted files that readers of data sets ignore because their
                 name, or the name of a folder, begins with a dot or an underscore. If not, they are yielded with
                 `unknown`.
 
@@ -1231,7 +1231,7 @@ class Keytools(Summarised):
             NoParquetFilesError: The folder has no Parquet files.
         """
         inventory = Inventory(self._keys, prefix_of(self._keys, table_name, aad_prefix))
-        return inventory.list(FileLocation.resolve(path, filesystem), ignore_passed_over=ignore_passed_over)
+        return inventory.list(FileLocation.resolve(path, filesystem), ignore_skipped=ignore_skipped)
 
     def files_using(
         self,

@@ -397,7 +397,7 @@ class _Report:
             self._failed[problem].add(file.path)
             self._failures.append(file.unknown)
         self._unreadable += file.is_unseen
-        self._skipped += file.is_passed_over
+        self._skipped += file.is_skipped
         modified = self._modified.get(file.path)
         # The footer first: its key protects other columns, too.
         uses = sorted(file.uses, key=lambda use: not use.is_footer)
@@ -582,7 +582,7 @@ class _Report:
 
     def _unexamined(self, names: Sequence[_KeyName]) -> Iterator[Remark]:
         for reason, group in self._left_out.items():
-            yield group.remark(f"Left out of the data set: {reason.value}.", is_problem=False)
+            yield group.remark(f"Skipped: {reason.value}.", is_problem=False)
         if self._not_parquet:
             text = "The content of files that are not Parquet was not examined."
             yield _listed(False, text, self._not_parquet)

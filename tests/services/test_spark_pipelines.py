@@ -171,13 +171,13 @@ def test_encrypt_mirrors_the_folder(place: Place, results: dict[str, Any], fligh
     found, target = results["encrypt"], place.folder / "encrypted"
     number = len(files_of(place.plain))
     assert number > 30
-    assert found["outcomes"] == {"encrypted": number, "left out": 2}
+    assert found["outcomes"] == {"encrypted": number, "skipped": 2}
     # Eight for each of two cores.
     assert found["tasks"] > 8
     assert {path.relative_to(target) for path in files_of(target)} == {
         path.relative_to(place.plain) for path in files_of(place.plain)
     }
-    left = {Path(row["path"]).name: row["detail"] for row in found["rows"] if row["outcome"] == "left out"}
+    left = {Path(row["path"]).name: row["detail"] for row in found["rows"] if row["outcome"] == "skipped"}
     assert "statistics in plaintext" in left["_common_metadata"]
     assert left["notes.txt"] == "not a Parquet file"
     assert (target / "_SUCCESS").read_bytes() == b""
@@ -467,7 +467,7 @@ def test_an_executor_that_is_killed_costs_nothing(
         killer.join()
     assert killed, "the job was over before anything was killed"
     assert found.get("succeeded"), found
-    assert len([row for row in found["rows"] if row["outcome"] != "left out"]) == number
+    assert len([row for row in found["rows"] if row["outcome"] != "skipped"]) == number
     assert len({row["path"] for row in found["rows"]}) == len(found["rows"])
     assert len(files_of(target)) == number
     if name == "rekey":
@@ -512,10 +512,10 @@ def test_copies_of_a_slow_task_lose_and_double_nothing(place: Place, flights: pa
     assert encrypted["at_work"] == rotated["at_work"] == []
     attempts = {path.name for path in tmp_path.iterdir() if path.is_file()}
     assert {f"{name} {attempt}" for name in ("encrypt", "rotate") for attempt in (0, 1)} <= attempts
-    assert encrypted["outcomes"] == {"encrypted": number, "left out": 2}, encrypted
+    assert encrypted["outcomes"] == {"encrypted": number, "skipped": 2}, encrypted
     assert rotated["outcomes"] == {"rotated": number}, rotated
     for found, folder in ((encrypted, source), (rotated, target)):
-        rows = Counter(row["path"] for row in found["rows"] if row["outcome"] != "left out")
+        rows = Counter(row["path"] for row in found["rows"] if row["outcome"] != "skipped")
         assert rows == Counter(str(path) for path in files_of(folder))
     assert len(files_of(target)) == number
     assert_same_rows(place.keytools, target, some)
@@ -602,7 +602,7 @@ def test_an_object_store(place: Place, flights: pa.Table, tmp_path: Path) -> Non
         # Which is not what the table says of it, and all else is right.
         broken = {rule["rule"] for rule in verified["rules"] if rule["outcome"] == "broken"}
         number = len(files_of(tmp_path / "source"))
-        assert encrypted["outcomes"] == {"encrypted": number, "left out": 2}, encrypted
+        assert encrypted["outcomes"] == {"encrypted": number, "skipped": 2}, encrypted
         assert rotated["outcomes"] == {"rotated": number}, rotated
         assert broken <= {"wanted-keys", "no-prefix"}, broken
         found = [

@@ -111,7 +111,7 @@ def pipeline(place: Place, name: str, *more: Any, **options: Any) -> Seen:
     pytest.importorskip("pyspark")
     spark: Any = FakeSpark(2)
     report = getattr(pipelines, name)(spark, place.folder, *more, place.config, **options)
-    rows = [row for row in report.rows() if row["outcome"] not in ("left out", "copied")]
+    rows = [row for row in report.rows() if row["outcome"] not in ("skipped", "copied")]
     bad = ("failed", "incomplete", "does not conform")
     failed = {row["path"]: str(row["error"]) for row in rows if row["error"] is not None or row["outcome"] in bad}
     if name == "verify":

@@ -453,7 +453,7 @@ def _folder_vectors() -> Iterator[Vector]:
     pair = {"a.parquet": one_key(2015, 0), "b.parquet": one_key(2016, 1)}
     yield folder("invocations-shared", pair, "dek-shared", invocation_limit=30)
     yield folder("plaintext-among", {**two, "c.parquet": plain_bytes()}, plaintext_files="allow")
-    yield folder("plaintext-passed-over", {**two, "_left_behind.parquet": plain_bytes()})
+    yield folder("plaintext-skipped", {**two, "_left_behind.parquet": plain_bytes()})
     yield folder("other-data", {**two, "_tmp/people.csv": b"id,name\n1,Ada\n"})
     summary = summary_bytes(["a.parquet", "b.parquet", "c.parquet"])
     yield folder("part-listed", {**two, "_metadata": summary}, "summary-file")

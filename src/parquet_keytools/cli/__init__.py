@@ -122,16 +122,18 @@ def _drop_output() -> None:
         os.close(nowhere)
 
 
-_EPILOG = (
-    "Exit status: 0 done; 1 the check failed, or some files failed; 2 wrong usage or configuration; "
-    "3 the KMS refused or could not be reached."
+EXIT_STATUS = (
+    "Exit status: 0 done; 1 the check failed, or some files failed or could not be checked; 2 wrong usage, "
+    "configuration or credentials; 3 the KMS refused, or could not be reached; 130 or 143 ended by Ctrl-C or "
+    "SIGTERM."
 )
+"""Ends each help text; README has the same sentence."""
 
 # Typer's own tracebacks would show local variables, and with them keys.
 app = typer.Typer(
     name="parquet-keytools",
     cls=CommandGroup,
-    epilog=_EPILOG,
+    epilog=EXIT_STATUS,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
@@ -183,9 +185,12 @@ app.command("verify")(check.verify_command)
 app.command("report")(report.report_command)
 app.command("serve", short_help="Serve files as plain Parquet over HTTP and S3.")(serve.serve_command)
 app.command("mount", short_help="Mount files as a folder of plain Parquet files.")(serve.mount_command)
-app.add_typer(keystore.app, name="keystore")
-app.add_typer(spark.app, name="spark")
-app.add_typer(iceberg.app, name="iceberg")
+app.add_typer(keystore.app, name="keystore", epilog=EXIT_STATUS)
+app.add_typer(spark.app, name="spark", epilog=EXIT_STATUS)
+app.add_typer(iceberg.app, name="iceberg", epilog=EXIT_STATUS)
+for _group in (app, keystore.app, spark.app, iceberg.app):
+    for _command in _group.registered_commands:
+        _command.epilog = EXIT_STATUS
 
 
 def _open_closed_streams() -> None:

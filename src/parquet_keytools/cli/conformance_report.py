@@ -275,8 +275,8 @@ def show_data_set(report: DataSetReport) -> None:
                 f"{number_of(len(alike), 'more file')} with the same broken or unchecked rules, such as {examples}"
             )
     _show_conforming(conforming)
-    for path, reason in report.left_out.items():
-        answer(f"Left out: {printable(path)}: {reason}.")
+    for path, reason in report.skipped.items():
+        answer(f"Skipped: {printable(path)}: {reason}.")
     title = f"{printable(report.path)}: {number_of(len(report.files), 'file')} as a data set"
     answer(typer.style(title, bold=True))
     _show_broken(report.rules)

@@ -246,7 +246,7 @@ def _document(work: _Work) -> dict[str, Any]:
         "failures": [
             {"source": source, "target": target, **error_fields(error)} for source, target, error in failures
         ],
-        "left_out": [{"path": left.path, "reason": left.reason} for left in work.plan.left_out],
+        "skipped": [{"path": left.path, "reason": left.reason} for left in work.plan.left_out],
     }
     if work.not_attempted:
         document["not_attempted"] = [str(file.source) for file in work.not_attempted]

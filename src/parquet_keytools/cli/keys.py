@@ -17,7 +17,7 @@ import typer
 from parquet_keytools.cli.options import (
     AadPrefixOption,
     ConfigOption,
-    IgnorePassedOverOption,
+    IgnoreSkippedOption,
     PathsArgument,
     ReportOptions,
     TableOption,
@@ -65,7 +65,7 @@ def keys_command(
     table: TableOption = None,
     aad_prefix: AadPrefixOption = None,
     fail_if_uses: FailIfUsesOption = None,
-    ignore_passed_over: IgnorePassedOverOption = False,
+    ignore_skipped: IgnoreSkippedOption = False,
 ) -> None:
     """Show which files and columns depend on which master key.
 
@@ -85,14 +85,14 @@ def keys_command(
             try:
                 with progress_bar() as progress:
                     for file in keytools.key_inventory(
-                        location, table_name=table, aad_prefix=aad_prefix, ignore_passed_over=ignore_passed_over
+                        location, table_name=table, aad_prefix=aad_prefix, ignore_skipped=ignore_skipped
                     ):
                         progress.count(file)
                         tally.add(file)
                         document.add(
                             {
                                 "path": file.path,
-                                "encrypted": file.is_encrypted,
+                                "encrypted": None if file.is_unseen else file.is_encrypted,
                                 "keys": [_without_wrapped_key(use) for use in file.uses],
                                 "plaintext_columns": file.plaintext_columns,
                                 "footer_key_columns": file.footer_key_columns,
@@ -278,7 +278,7 @@ class _KeysTally:
         self._encrypted = self._plaintext = self._unreadable = self._misplaced = 0
         self._plaintext_columns: Counter[str] = Counter()
         self._plaintext_files = Messages("Not encrypted", answer)
-        self._passed_over: list[str] = []
+        self._skipped_paths: list[str] = []
         self._unknown = Messages("Keys unknown", answer)
         self._skipped = Messages("Skipped, as by readers of data sets", answer)
 
@@ -290,7 +290,7 @@ class _KeysTally:
     @property
     def is_complete(self) -> bool:
         """Whether every file could be checked, and readers skip no encrypted file and refuse no folder."""
-        return not (self._unreadable or self._passed_over or self._misplaced or self._refusals)
+        return not (self._unreadable or self._skipped_paths or self._misplaced or self._refusals)
 
     @property
     def status(self) -> ExitStatus:
@@ -299,7 +299,7 @@ class _KeysTally:
 
         if KmsUnavailableError in self._refusals:
             return ExitStatus.KMS_FAILED
-        if self._unreadable or self._passed_over or self._misplaced or not self.nothing_is_used:
+        if self._unreadable or self._skipped_paths or self._misplaced or not self.nothing_is_used:
             return ExitStatus.NO
         return status_of_all(list(self._refusals.values())) if self._refusals else ExitStatus.DONE
 
@@ -311,8 +311,8 @@ class _KeysTally:
             self._plaintext += 1
             self._plaintext_files.add(file.path, f"{file.path}: the whole file is plaintext.")
             return
-        if file.is_passed_over:
-            self._passed_over.append(file.path)
+        if file.is_skipped:
+            self._skipped_paths.append(file.path)
             self._skipped.add(file.path, f"{file.path} may need any key.")
         elif file.is_unseen:
             self._unreadable += 1
@@ -323,7 +323,7 @@ class _KeysTally:
             if file.unknown is not None and self._with_kms:
                 self._refusals.setdefault(type(file.unknown), file.unknown)
             self._misplaced += isinstance(file.unknown, FolderNameError)
-        if file.unknown is not None and not file.is_passed_over:
+        if file.unknown is not None and not file.is_skipped:
             self._unknown.add_error(file.path, file.unknown)
         for column in file.plaintext_columns:
             if column in self._plaintext_columns or len(self._plaintext_columns) < _MOST_COLUMNS_KEPT:
@@ -357,9 +357,9 @@ class _KeysTally:
                 "not_encrypted": self._plaintext,
                 "unknown_keys": self._unknown_keys,
                 "unreadable": self._unreadable,
-                "skipped": len(self._passed_over),
+                "skipped": len(self._skipped_paths),
             },
-            "skipped": self._passed_over,
+            "skipped": self._skipped_paths,
             "fail_if_uses": [
                 {
                     "key": key.text,
@@ -393,8 +393,8 @@ class _KeysTally:
         self._skipped.print()
         if self._unknown_keys:
             rest = f"in {self._unknown_keys:,} some keys could not be checked."
-        elif self._passed_over:
-            rest = f"{len(self._passed_over):,} skipped."
+        elif self._skipped_paths:
+            rest = f"{len(self._skipped_paths):,} skipped."
         elif self._unreadable:
             rest = "all keys of the others are visible."
         else:
@@ -411,8 +411,8 @@ class _KeysTally:
                 answer(f"For {files} it is unknown whether {key.text} is needed: assume that it is.")
             if not need.needed_by and not need.unknown:
                 answer(f"Nothing here needs {key.text}.")
-        if self._passed_over and self._needs:
-            answer("Run `keys` on skipped files themselves, or exclude them with --ignore-passed-over.")
+        if self._skipped_paths and self._needs:
+            answer("Run `keys` on skipped files themselves, or exclude them with --ignore-skipped.")
 
     def _sorted(self) -> list[tuple[_KeyName, _Uses]]:
         return sorted(self._uses.items(), key=lambda item: tuple(part or "" for part in item[0]))

@@ -163,10 +163,10 @@ ProcessesOption = Annotated[
         show_default=False,
     ),
 ]
-IgnorePassedOverOption = Annotated[
+IgnoreSkippedOption = Annotated[
     bool,
     typer.Option(
-        "--ignore-passed-over",
+        "--ignore-skipped",
         help="Do not look for encrypted files whose names, or the names of their folders, begin with . or _.",
     ),
 ]

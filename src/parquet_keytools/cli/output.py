@@ -207,7 +207,7 @@ class Messages:
 
 def say_left_out(entries: Iterable[LeftOut]) -> None:
     """Print which entries of a folder do not belong to the data set; first the files that may be data."""
-    left_out = Messages("Left out")
+    left_out = Messages("Skipped")
     for left in sorted(entries, key=lambda left: ".parquet" not in left.location.name.lower()):
         left_out.add(left.path, f"{left.path}: {left.reason}.")
     left_out.print()

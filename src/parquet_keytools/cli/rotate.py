@@ -194,7 +194,7 @@ class _Run:
                 "shared_keys": report.shared_keys,
             }
         else:
-            summary["left_out"] = [{"path": left.path, "reason": left.reason} for left in report.left_out]
+            summary["skipped"] = [{"path": left.path, "reason": left.reason} for left in report.skipped]
         self.document.end(summary)
 
     def show_changes(self, report: RotationReport) -> None:
@@ -249,7 +249,7 @@ class _Run:
 
 def _say_failures(report: RotationReport) -> None:
     """Print which files were left out or failed, and what could not be removed from a store."""
-    say_left_out(report.left_out)
+    say_left_out(report.skipped)
     failed = Messages("Failed")
     for file in report.failures:
         if file.error is not None:

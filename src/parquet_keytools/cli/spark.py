@@ -22,7 +22,7 @@ from parquet_keytools.cli.options import (
     AllowPlaintextOption,
     ConfigOption,
     FollowLinksOption,
-    IgnorePassedOverOption,
+    IgnoreSkippedOption,
     JsonOption,
     OverwriteOption,
     PartsOption,
@@ -183,10 +183,10 @@ def verify_with_spark(
 @app.command("keys")
 @with_options(ReadingOptions)
 def keys_with_spark(
-    path: PathArgument, options: ReadingOptions, ignore_passed_over: IgnorePassedOverOption = False
+    path: PathArgument, options: ReadingOptions, ignore_skipped: IgnoreSkippedOption = False
 ) -> None:
     """List which master keys the files depend on."""
-    _run("keys", options, path, **_table_and_prefix(options), ignore_passed_over=ignore_passed_over)
+    _run("keys", options, path, **_table_and_prefix(options), ignore_skipped=ignore_skipped)
 
 
 # --- settings for spark-sql, Scala and servers ---
@@ -421,7 +421,7 @@ def _show(report: PipelineReport, *, strict: bool) -> None:
             files.add(row)
             if row["error_class"] is not None:
                 kinds.add(getattr(errors, row["error_class"], OSError))
-            if text := row["error"] or (row["detail"] if row["outcome"] == "left out" else None):
+            if text := row["error"] or (row["detail"] if row["outcome"] == "skipped" else None):
                 label = row["outcome"].capitalize()
                 messages.setdefault(label, Messages(label)).add(row["path"], text)
         files.end(document)

@@ -138,7 +138,7 @@ class Surroundings:
     Attributes:
         listed_files: Paths within the folder of the files that a summary file lists.
         orphaned_key_materials: Names of key material files whose Parquet file is not there.
-        plaintext_passed_over: Paths within the folder of plaintext Parquet files that readers pass over.
+        plaintext_skipped: Paths within the folder of plaintext Parquet files that readers pass over.
         other_data: Path within the folder of each data file of another format -> its format, and what to do.
         unread: Path within the folder of what could be data, and cannot be read -> why.
         allowed_plaintext: Globs of paths within the folder of plaintext files that are accepted.
@@ -147,7 +147,7 @@ class Surroundings:
     summary_files: Collection[str] = ()
     listed_files: Collection[str] = ()
     orphaned_key_materials: Collection[str] = ()
-    plaintext_passed_over: Collection[str] = ()
+    plaintext_skipped: Collection[str] = ()
     other_data: Mapping[str, str] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     allowed_plaintext: Collection[str] = ()
@@ -218,20 +218,20 @@ def _check_plaintext(
     for member in members:
         if member.facts.mode is FooterMode.UNENCRYPTED and not is_allowed(member.name):
             book.broken("plaintext-among", f"{member.name} is not encrypted.")
-    for name in surroundings.plaintext_passed_over:
+    for name in surroundings.plaintext_skipped:
         if not is_allowed(name):
-            book.broken("plaintext-passed-over", f"{name} begins as a plaintext file does.")
+            book.broken("plaintext-skipped", f"{name} begins as a plaintext file does.")
     for name, kind in surroundings.other_data.items():
         if not is_allowed(name):
             book.broken("other-data", f"{name} is {kind}.")
     for name, reason in surroundings.unread.items():
         if not is_allowed(name):
-            book.not_checked("plaintext-passed-over", f"{name}: {reason}")
+            book.not_checked("plaintext-skipped", f"{name}: {reason}")
     if encrypted:
         for name in surroundings.summary_files:
             book.broken("summary-file", f"{name} is beside encrypted files.")
         book.holds("summary-file")
-    book.holds("plaintext-among", "plaintext-passed-over", "other-data")
+    book.holds("plaintext-among", "plaintext-skipped", "other-data")
 
 
 def matches_any(name: str, globs: Iterable[str]) -> bool:

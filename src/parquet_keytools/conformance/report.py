@@ -429,7 +429,7 @@ class DataSetReport(Summarised):
         path: The folder.
         files: What was found in each.
         rules: What became of each rule of a data set.
-        left_out: Path of what else is in the folder -> why it was not looked at.
+        skipped: Path of what else is in the folder -> why it was not looked at.
         not_attempted: Paths of the files that were not checked because the KMS could not be reached.
         tables_lack_kms: Whether tables of Iceberg were not checked because the KMS could not be reached.
     """
@@ -437,7 +437,7 @@ class DataSetReport(Summarised):
     path: str
     files: tuple[FileReport, ...]
     rules: tuple[RuleResult, ...]
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
     not_attempted: tuple[str, ...] = ()
     tables_lack_kms: bool = False
 
@@ -454,7 +454,7 @@ class DataSetReport(Summarised):
             return Verdict.INCOMPLETE
         verdicts = [*(report.verdict for report in self.files), verdict_of(self.rules, with_keys=with_keys)]
         # Whether a file is plaintext shows without keys, if the file can be read.
-        if any(result.rule.id == "plaintext-passed-over" and result.reasons for result in self.rules):
+        if any(result.rule.id == "plaintext-skipped" and result.reasons for result in self.rules):
             verdicts.append(Verdict.INCOMPLETE)
         return worst_of(verdicts)
 
@@ -482,7 +482,7 @@ class DataSetReport(Summarised):
             "verdict": self.verdict.value,
             "files": document_of(self.files),
             "rules": document_of(self.rules),
-            "left_out": dict(self.left_out),
+            "skipped": dict(self.skipped),
             "not_attempted": list(self.not_attempted),
         }
 

@@ -478,7 +478,7 @@ def _surroundings(
         summary_files=sorted({summary.name for summary in summaries if not _is_encrypted(summary)}),
         listed_files=sorted({name for summary in summaries for name in _listed_files(folder, summary)}),
         orphaned_key_materials=sorted(orphaned),
-        plaintext_passed_over=plaintext,
+        plaintext_skipped=plaintext,
         other_data=other_data,
         unread=unread,
         allowed_plaintext=allow_plaintext,

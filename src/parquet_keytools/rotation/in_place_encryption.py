@@ -52,7 +52,7 @@ def encrypt_data_set(keys: KeyService, path: FileLocation, request: EncryptReque
         on_file=request.on_file,
         raises_failures=not is_folder,
         follow_links=request.follow_links,
-        on_left_out=report.left_out.append,
+        on_left_out=report.skipped.append,
     )
     change_data_set(path, EachFile(encrypting.encrypt), report, options)
     return report

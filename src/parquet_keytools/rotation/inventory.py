@@ -108,7 +108,7 @@ class FileKeyUses(Summarised):
         return isinstance(self.unknown, (OSError, ParquetFormatError))
 
     @property
-    def is_passed_over(self) -> bool:
+    def is_skipped(self) -> bool:
         """Whether readers of data sets skip the file because of its name."""
         return isinstance(self.unknown, IncompleteDataSetError)
 
@@ -145,7 +145,7 @@ class Inventory:
         self._aad_prefix_of = aad_prefix_of
         self._unavailable: KmsUnavailableError | None = None
 
-    def list(self, path: FileLocation, *, ignore_passed_over: bool = False) -> Iterator[FileKeyUses]:
+    def list(self, path: FileLocation, *, ignore_skipped: bool = False) -> Iterator[FileKeyUses]:
         """Yield the keys of a file, or of each Parquet file under a folder; see `Keytools.key_inventory`.
 
         Raises:
@@ -154,8 +154,8 @@ class Inventory:
         """
         unseen: list[Unseen] = []
         left_out: list[LeftOut] = []
-        entries = data_set(path, into_passed_over=not ignore_passed_over)
-        locations = files_of(entries, unseen.append, (lambda _: None) if ignore_passed_over else left_out.append)
+        entries = data_set(path, into_passed_over=not ignore_skipped)
+        locations = files_of(entries, unseen.append, (lambda _: None) if ignore_skipped else left_out.append)
         with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-inventory") as pool:
             while works := read_batch(pool, locations, self._data_keys, self._kms):
                 read = list(step(pool, self._expect_prefix, [work for work in works if work.failure is None]))

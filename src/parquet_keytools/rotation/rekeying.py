@@ -122,7 +122,7 @@ def rekey_data_set(
         on_file=request.on_file,
         raises_failures=not is_folder,
         follow_links=request.follow_links,
-        on_left_out=report.left_out.append,
+        on_left_out=report.skipped.append,
     )
     change_data_set(path, EachFile(rekeying.rekey), report, options)
     return report

@@ -148,7 +148,7 @@ class RotationReport(Summarised):
         shared_keys: Pairs of files that share data keys and file unique; for people. At most `MOST_LEFT_BEHIND`.
         left_behind: Objects that stay in a store because they could not be listed or removed; for people. At most
             `MOST_LEFT_BEHIND`.
-        left_out: Entries of a folder that do not belong to the data set, and were not encrypted or rekeyed.
+        skipped: Entries of a folder that do not belong to the data set, and were not encrypted or rekeyed.
     """
 
     dry_run: bool = False
@@ -161,7 +161,7 @@ class RotationReport(Summarised):
     stopped_by: KeytoolsError | None = None
     shared_keys: list[str] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
-    left_out: list[LeftOut] = field(default_factory=list)
+    skipped: list[LeftOut] = field(default_factory=list)
 
     def summary(self) -> Mapping[str, object]:
         """Return the main facts."""

@@ -292,7 +292,7 @@ def _listed(
 
 ENCRYPTED = "encrypted"
 FINISHED_BEFORE = "finished before"
-LEFT_OUT = "left out"
+LEFT_OUT = "skipped"
 
 SUCCESS_FILE = "_SUCCESS"
 
@@ -849,7 +849,7 @@ def keys(
     aad_prefix: str | bytes | None = None,
     file_on_nodes: str | None = None,
     max_tasks: int | None = None,
-    ignore_passed_over: bool = False,
+    ignore_skipped: bool = False,
 ) -> PipelineReport:
     """List which master keys, and versions of them, each file of a data set depends on; nothing is changed.
 
@@ -861,7 +861,7 @@ def keys(
         aad_prefix: The AAD prefix that they must have.
         file_on_nodes: See `encrypt`.
         max_tasks: How many tasks there may be.
-        ignore_passed_over: Whether encrypted files are left out that readers of data sets pass over for their
+        ignore_skipped: Whether encrypted files are left out that readers of data sets pass over for their
             names. Else they count as failed: which keys they need is unknown.
 
     Raises:
@@ -875,7 +875,7 @@ def keys(
         report = _Report(job)
         report.add(outcome for _, outcome in job.map_files(f"list the keys of {job.root}", list_one, files))
         report.add(others)
-        if not ignore_passed_over:
+        if not ignore_skipped:
             with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
                 report.add(_of_uses(uses, 0) for uses in uses_of_left_out(pool, left_out))
     return report.finished()

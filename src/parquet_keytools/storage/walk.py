@@ -55,7 +55,7 @@ class LeftOutReason(StrEnum):
     SUMMARY = "a summary of footers: it could show statistics in plaintext, and would not fit the new files"
     KEY_MATERIAL = "key material of a Parquet file that is not here"
     KEY_MATERIAL_BESIDE = "named as key material of the file beside it"
-    PASSED_OVER = "readers of data sets pass over names that begin with a dot or an underscore"
+    PASSED_OVER = "readers of data sets skip names that begin with a dot or an underscore"
     NOT_PARQUET = "not a Parquet file"
 
 

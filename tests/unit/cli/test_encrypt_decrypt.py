@@ -60,7 +60,7 @@ def test_json_goes_to_stdout(run, config: Path, plain: Path, tmp_path: Path) -> 
             }
         ],
         "failures": [],
-        "left_out": [],
+        "skipped": [],
     }
 
 
@@ -150,10 +150,10 @@ def test_a_folder_is_mirrored(run, config: Path, folder: Path, tmp_path: Path, t
     assert names(target) == PARTS
     answer = json.loads(done.stdout)
     assert [file["target"] for file in answer["files"]] == [str(target / name) for name in PARTS]
-    assert [left["path"] for left in answer["left_out"]] == [
+    assert [left["path"] for left in answer["skipped"]] == [
         str(folder / name) for name in ("_SUCCESS", "_metadata", "notes.txt")
     ]
-    assert f"Left out: {folder / '_metadata'}: a summary of footers" in done.stderr
+    assert f"Skipped: {folder / '_metadata'}: a summary of footers" in done.stderr
     assert "Encrypted 3 files" in done.stderr
     assert run("decrypt", target, back, "--config", config).exit_code == 0
     assert names(back) == PARTS
@@ -187,7 +187,7 @@ def test_external_key_material_stays_beside_its_file(run, config: Path, folder: 
     assert "year=1/_KEY_MATERIAL_FOR_a.parquet.json" in names(out)
     for command, source, target in (("rekey", out, again), ("decrypt", out, back)):
         done = run(command, source, target, "--config", config, "--json")
-        assert (done.exit_code, json.loads(done.stdout)["left_out"]) == (0, []), done.stderr
+        assert (done.exit_code, json.loads(done.stdout)["skipped"]) == (0, []), done.stderr
     assert names(again) == names(out)
     assert names(back) == PARTS
 
@@ -468,13 +468,13 @@ def test_equal_messages_are_one_line(run, config: Path, folder: Path, tmp_path: 
     done = run("encrypt", folder, tmp_path / "out", "--config", config, "--json")
     assert done.exit_code == 1
     document = json.loads(done.stdout)
-    assert (len(document["left_out"]), len(document["failures"])) == (25, 25)
-    left_out, failed = [line for line in done.stderr.splitlines() if line.startswith(("Left out: ", "Failed: "))]
-    assert left_out.startswith("Left out: 25 files: ") and failed.startswith("Failed: 25 files: ")
+    assert (len(document["skipped"]), len(document["failures"])) == (25, 25)
+    left_out, failed = [line for line in done.stderr.splitlines() if line.startswith(("Skipped: ", "Failed: "))]
+    assert left_out.startswith("Skipped: 25 files: ") and failed.startswith("Failed: 25 files: ")
     assert left_out.endswith(f" For example: {', '.join(str(folder / f'.a.{n:02}.crc') for n in range(3))}")
     assert failed.endswith(f" For example: {', '.join(str(folder / f'b.{n:02}.parquet') for n in range(3))}")
     done = run("encrypt", folder, tmp_path / "out", "--config", config, "--overwrite", "--verbose")
-    assert done.stderr.count("Left out: /") == 25 and done.stderr.count("Failed: /") == 25
+    assert done.stderr.count("Skipped: /") == 25 and done.stderr.count("Failed: /") == 25
     assert "For example" not in done.stderr
 
 

@@ -71,9 +71,9 @@ def test_an_encrypted_file_of_another_table_fails(run, config: Path, folder: Pat
 def test_what_stays_in_plaintext_is_listed(run, config: Path, folder: Path, table: pa.Table) -> None:
     pq.write_table(table, folder / "_hidden.parquet")
     done = run("encrypt", folder, "--config", config, "--in-place", "--json")
-    (left,) = json.loads(done.stdout)["left_out"]
+    (left,) = json.loads(done.stdout)["skipped"]
     assert left["path"].endswith("_hidden.parquet")
-    assert "Left out" in done.stderr and "_hidden.parquet" in done.stderr
+    assert "Skipped" in done.stderr and "_hidden.parquet" in done.stderr
 
 
 def test_a_file_with_another_name_fails(run, config: Path, folder: Path, tmp_path: Path) -> None:

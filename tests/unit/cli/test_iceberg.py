@@ -186,7 +186,7 @@ def verified(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, {
         **document,
         "other-data": found,
-        "not checked": rules["plaintext-passed-over"]["reasons"],
+        "not checked": rules["plaintext-skipped"]["reasons"],
     }
 
 

@@ -208,8 +208,8 @@ def test_verify_a_folder(run, config: Path, encrypted: Path, plain: Path) -> Non
     ("name", "content", "rule"),
     [
         ("plain.parquet", None, "plaintext-among"),
-        ("_tmp/part-0", None, "plaintext-passed-over"),
-        (".hidden/people", None, "plaintext-passed-over"),
+        ("_tmp/part-0", None, "plaintext-skipped"),
+        (".hidden/people", None, "plaintext-skipped"),
         ("people.csv", b"id,name\n1,Ada\n", "other-data"),
         ("_tmp/parents.csv", b"PARENT_ID,NAME\n1,Ada\n", "other-data"),
         ("_tmp/streams.csv", b"AGS1,NAME\n1,Ada\n", "other-data"),
@@ -285,7 +285,7 @@ def test_a_parquet_file_named_almost_as_key_material_is_plaintext(
 ) -> None:
     (external.parent / "_KEY_MATERIAL_FOR_e.parquet").write_bytes(plain.read_bytes())
     done = run("verify", external.parent, "--config", config, "--json")
-    assert list(broken_rules(done)) == ["plaintext-passed-over"]
+    assert list(broken_rules(done)) == ["plaintext-skipped"]
 
 
 def test_key_material_must_be_that_of_its_file(run, config: Path, encrypted: Path, external: Path) -> None:

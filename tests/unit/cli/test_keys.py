@@ -215,7 +215,7 @@ def test_an_encrypted_file_that_readers_pass_over(run, keystore_case, name: str,
     assert document["fail_if_uses"][0]["unknown"] == 1
     (file,) = [file for file in document["files"] if file["path"] == str(hidden)]
     assert file["error"] == "IncompleteDataSetError" and not file["all_keys_seen"]
-    done = run(*ask, "--ignore-passed-over")
+    done = run(*ask, "--ignore-skipped")
     assert done.exit_code == 0 and "Nothing here needs times" in done.stderr and str(hidden) not in done.stdout
     # By its name it is asked for like any other.
     done = run("keys", hidden, "--config", case.config, "--fail-if-uses", "footer")
@@ -236,6 +236,17 @@ def test_what_is_passed_over_and_needs_no_key(run, keystore_case) -> None:
     (case.data / ".#lock").symlink_to("somebody@machine:1")
     done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "times", "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["skipped"] == []
+
+
+def test_whether_a_truncated_file_is_encrypted_is_unknown(run, keystore_case) -> None:
+    case = keystore_case()
+    case.files[0].write_bytes(case.files[0].read_bytes()[:-20])
+    document = json.loads(run("keys", case.data, "--config", case.config, "--json").stdout)
+    assert {file["path"]: file["encrypted"] for file in document["files"]} == {
+        str(case.files[0]): None,
+        str(case.files[1]): True,
+    }
+    assert document["counts"]["unreadable"] == 1
 
 
 def test_plaintext_columns_and_plaintext_files(run, keystore_case) -> None:

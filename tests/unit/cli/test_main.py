@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from parquet_keytools import __version__, errors
-from parquet_keytools.cli import CommandGroup
+from parquet_keytools.cli import EXIT_STATUS, CommandGroup, app
 from parquet_keytools.cli.output import ExitStatus, status_of
 
 PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
@@ -47,9 +47,20 @@ def test_help_names_every_command_and_the_exit_statuses(run) -> None:
     assert done.exit_code == 0
     for name in ("demo", "check", "encrypt", "decrypt", "rekey", "rotate", "keys", "hash-key", "keystore"):
         assert f"\n  {name} " in done.stdout
-    assert "Exit status: 0 done; 1 the check failed, or some files failed; 2 wrong usage" in done.stdout
     for group in ([], ["keystore"], ["spark"]):
         assert "..." not in run(*group, "-h").stdout.split("Commands:")[1]
+
+
+def test_each_help_text_and_the_readme_have_the_same_exit_statuses(run) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    assert EXIT_STATUS in " ".join(readme.split())
+
+    def check(command: Any, *path: str) -> int:
+        assert " ".join(run(*path, "--help").stdout.split()).endswith(EXIT_STATUS), path
+        below = getattr(command, "commands", {})
+        return 1 + sum(check(found, *path, name) for name, found in below.items())
+
+    assert check(typer.main.get_command(app)) > 30
 
 
 FILE_OPTIONS = ["SRC", "DST", "--config", "--table", "--overwrite", "--json"]
@@ -85,7 +96,7 @@ FILE_OPTIONS = ["SRC", "DST", "--config", "--table", "--overwrite", "--json"]
         ),
         (
             "keys",
-            ["PATH", "--config", "--table", "--aad-prefix", "--fail-if-uses", "--ignore-passed-over", "--json"],
+            ["PATH", "--config", "--table", "--aad-prefix", "--fail-if-uses", "--ignore-skipped", "--json"],
         ),
         ("keystore", ["create-key"]),
     ],

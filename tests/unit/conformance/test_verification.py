@@ -648,7 +648,7 @@ def test_what_is_no_file_where_readers_look_for_one_is_no_pass(make) -> None:
     report = keytools().verify_folder(folder)
     assert report.verdict is Verdict.INCOMPLETE
     assert [file.path for file in report.files if not file.conforms] == [str(link)]
-    assert not report.left_out
+    assert not report.skipped
     link.unlink()
     os.mkfifo(folder / "part-2.parquet")
     assert keytools().verify_folder(folder).verdict is Verdict.INCOMPLETE
@@ -702,8 +702,8 @@ def test_plaintext_under_a_name_that_is_not_utf8_is_found(make) -> None:
     plain.rename(folder / os.fsdecode(b"_caf\xe9.parquet"))
     (folder / os.fsdecode(b"_temporary\xe9")).mkdir()
     report = keytools().verify_folder(folder)
-    assert data_set_rules(report) == {"plaintext-passed-over"} and not report.conforms
-    (found,) = [result for result in report.rules if result.rule.id == "plaintext-passed-over"]
+    assert data_set_rules(report) == {"plaintext-skipped"} and not report.conforms
+    (found,) = [result for result in report.rules if result.rule.id == "plaintext-skipped"]
     assert [finding.message for finding in found.findings] == [
         r"_caf\xe9.parquet begins as a plaintext file does."
     ]
@@ -715,10 +715,10 @@ def test_plaintext_that_was_left_behind_is_found(make) -> None:
     plain = folder / "_temporary" / "0" / "part-1.parquet"
     pq.write_table(TABLE, plain)
     report = keytools().verify_folder(folder)
-    assert data_set_rules(report) == {"plaintext-passed-over"}
+    assert data_set_rules(report) == {"plaintext-skipped"}
     assert not report.conforms
     plain.write_bytes(plain.read_bytes()[:200])
-    assert data_set_rules(keytools().verify_folder(folder)) == {"plaintext-passed-over"}
+    assert data_set_rules(keytools().verify_folder(folder)) == {"plaintext-skipped"}
     # What is encrypted may lie there, in both modes.
     plain.unlink()
     make("signed.parquet", plaintext_footer=True).rename(folder / "_temporary" / "signed.parquet")

@@ -61,9 +61,9 @@ def test_a_folder_is_mirrored(located, folder: Path, tmp_path: Path) -> None:
     assert plan.size_bytes == sum(file.size_bytes for file in plan.files)
     reasons = {str(Path(left.location.path).relative_to(folder)): left.reason for left in plan.left_out}
     assert {name: reason.split(":")[0] for name, reason in reasons.items()} == {
-        ".e.parquet.tmp": "readers of data sets pass over names that begin with a dot or an underscore",
-        "_SUCCESS": "readers of data sets pass over names that begin with a dot or an underscore",
-        "_temporary/0/d.parquet": "readers of data sets pass over names that begin with a dot or an underscore",
+        ".e.parquet.tmp": "readers of data sets skip names that begin with a dot or an underscore",
+        "_SUCCESS": "readers of data sets skip names that begin with a dot or an underscore",
+        "_temporary/0/d.parquet": "readers of data sets skip names that begin with a dot or an underscore",
         "_metadata": "a summary of footers",
         "year=1/_common_metadata": "a summary of footers",
         "year=2/_KEY_MATERIAL_FOR_gone.parquet.json": "key material of a Parquet file that is not here",

@@ -182,8 +182,8 @@ def test_what_no_data_set_has_may_need_keys(tmp_path: Path, name: str, start: by
     inventory = {Path(file.path).name: file for file in case.tools().key_inventory(case.folder)}
     assert inventory.keys() == {"x.parquet", name}
     assert inventory["x.parquet"].unknown is None and inventory[name].depends_on("new") is None
-    assert inventory[name].is_encrypted and inventory[name].is_passed_over
-    assert len(list(case.tools().key_inventory(case.folder, ignore_passed_over=True))) == 1
+    assert inventory[name].is_encrypted and inventory[name].is_skipped
+    assert len(list(case.tools().key_inventory(case.folder, ignore_skipped=True))) == 1
 
 
 def test_what_is_passed_over_in_a_store(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_folder_where_nothing_can_be_looked_into(tmp_path: Path) -> None:
     found = list(case.tools().files_using("kf", case.folder))
     assert {Path(file.path).name for file in found} == {"_x.parquet", "y.parquet"}
     assert all(file.is_encrypted and file.unknown is not None for file in found)
-    assert {file.is_unseen for file in found} == {file.is_passed_over for file in found} == {True, False}
+    assert {file.is_unseen for file in found} == {file.is_skipped for file in found} == {True, False}
 
 
 def test_the_key_of_a_column_is_proven(tmp_path: Path) -> None:
