@@ -271,7 +271,7 @@ def _tell(work: _Work, participle: str, seconds: float, *, unauthenticated: bool
     written = [result for result in results if not result.skipped]
     if copied := sum(result.copied for result in written):
         say(f"Copied as they are: {number_of(copied, 'file')} in plaintext, as `plaintext_files: allow` says.")
-    answer_plaintext_columns(name for result in written for name in result.plaintext_columns)
+    plaintext_columns = (name for result in written for name in result.plaintext_columns)
     without_keys = " They were compared without keys: nothing was authenticated." if unauthenticated else ""
     size = size_text(sum(result.target_bytes for result in written))
     if not plan.source_is_folder:
@@ -279,12 +279,14 @@ def _tell(work: _Work, participle: str, seconds: float, *, unauthenticated: bool
             answer(f"Skipped: {results[0].target} was made from {results[0].source} before.{without_keys}")
             return
         answer(f"{participle.capitalize()} {results[0].source} to {results[0].target}: {size} in {seconds:.1f} s.")
+        answer_plaintext_columns(plaintext_columns)
         return
     total = len(plan.files) + len(plan.unseen)
     of_all = f"{len(written):,} of " if len(written) < total else ""
     skipped_files = len(results) - len(written)
     skipped = f" {skipped_files:,} skipped, made before.{without_keys}" if skipped_files else ""
     answer(f"{participle.capitalize()} {of_all}{number_of(total, 'file')}: {size} in {seconds:.1f} s.{skipped}")
+    answer_plaintext_columns(plaintext_columns)
 
 
 def salvage_files(
