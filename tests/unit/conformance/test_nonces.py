@@ -363,7 +363,7 @@ def test_a_file_that_changes_before_spark_reads_it_again_is_no_pass(
 ) -> None:
     worker: Any = SimpleNamespace(keys=keytools._keys)
     monkeypatch.setattr(file_keys._Fingerprints, "key", file_keys.fingerprint_key())
-    how = pipelines._Verification(None, None, b"fingerprints" * 2)
+    how = pipelines._Verification(None, None, (), b"fingerprints" * 2)
     files = [map_files.NamedFile(path.name, path.stat().st_size) for path in sorted(folder.iterdir())]
 
     class OneAfterAnother:
