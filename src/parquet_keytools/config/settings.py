@@ -885,10 +885,8 @@ def configuration_json_schema() -> dict[str, Any]:
     )
     definitions: dict[str, Any] = shared["$defs"]
     schema = definitions.pop("Configuration")
-    schema["properties"]["kms"] = _kms_schema(
-        {name: references[model, "validation"] for name, model in settings.items()},
-        description=schema["properties"]["kms"]["description"],
-    )
+    definitions["Kms"] = _kms_schema({name: references[model, "validation"] for name, model in settings.items()})
+    schema["properties"]["kms"] = _kmss_schema(description=schema["properties"]["kms"]["description"])
     for name in ("KmsSettings", "NamedKmsSettings"):
         definitions.pop(name, None)
     return {"$schema": DIALECT, **schema, **_ABOUT, "$defs": definitions}
@@ -905,12 +903,9 @@ def _installed_settings() -> dict[str, type[KmsSettings]]:
     return settings
 
 
-def _kms_schema(variants: dict[str, Any], *, description: str) -> dict[str, Any]:
-    """Return a schema that selects by `type`, with `if` and `then` so that editors name the wrong field.
-
-    Without a `type`, there are several KMSs, each under its name.
-    """
-    one = {
+def _kms_schema(variants: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that selects by `type`, with `if` and `then` so that editors name the wrong field."""
+    return {
         "type": "object",
         "properties": {
             "type": {
@@ -928,19 +923,23 @@ def _kms_schema(variants: dict[str, Any], *, description: str) -> dict[str, Any]
             for name, variant in variants.items()
         ],
     }
-    several = {
-        "properties": {"default": {"description": "The KMS of master keys that name none.", "type": "string"}},
-        "patternProperties": {f"^(?!default$){NAME.pattern}$": one},
-        "additionalProperties": False,
-    }
+
+
+def _kmss_schema(*, description: str) -> dict[str, Any]:
+    """Return the schema of one KMS, or where there is no `type`, of several, each under its name."""
+    kms = {"$ref": "#/$defs/Kms"}
     return {
         "description": description,
         "type": ["object", "null"],
         "if": {"type": "object", "required": ["type"]},
-        "then": one,
+        "then": kms,
         "else": {
             "if": {"properties": {"default": {}}, "additionalProperties": {"type": "object"}},
-            "then": several,
+            "then": {
+                "properties": {"default": {"description": "The KMS where none is named.", "type": "string"}},
+                "patternProperties": {f"^(?!default$){NAME.pattern}$": kms},
+                "additionalProperties": False,
+            },
             "else": {"required": ["type"]},
         },
     }

@@ -134,3 +134,23 @@ def test_a_kms_that_wraps_wrongly_replaces_no_kek(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kms, "wrap_raw", lambda key, master_key_id: other.encrypted)
     with pytest.raises(KmsResponseInvalidError, match="does not unwrap to the KEK"):
         KeyChain(table(old), of).rewrapped(old)
+
+
+def test_a_table_under_one_of_several_kmss() -> None:
+    """Metadata names the KMS, except for the default KMS: other clients know the identifier alone."""
+    master_key = base64.b64encode(KEYS["keyA"]).decode()
+    kms = {"type": "in_memory", "keys": {"keyA": master_key}}
+    document = {
+        "version": 1,
+        "kms": {"default": "eu", "eu": kms, "us": kms},
+        "master_keys": {"pii": {"kms": "us", "id": "keyA"}, "other": {"kms": "eu", "id": "keyA"}},
+    }
+    several = IcebergKeys(KeyService(parse_configuration(document), None, time.monotonic))
+    assert [several.id_in_table(name) for name in ("pii", "other")] == ["us::keyA", "keyA"]
+    for name in ("us::keyA", "keyA"):
+        properties = {"encryption.key-id": name}
+        fresh = made(several, table(**properties))
+        state = replace(table(*fresh, **properties), keys={entry.key_id: entry for entry in fresh})
+        assert {entry.encrypted_by_id for entry in state.keks} == {name}
+        assert several.kek(state.keks[0].encrypted, name)
+    assert several.service.kms is not None and several.service.kms.parts("us::keyA")[0].call_counts["wrap"] == 1
