@@ -32,6 +32,7 @@ SECTIONS = {
     "HashKeySettings": "hash_keys",
     "RotationSettings": "rotation",
     "KeysWithoutMetadata": "keys_without_metadata",
+    "NamedMasterKey": "Several KMSs",
 }
 """Settings class -> heading."""
 
@@ -41,7 +42,8 @@ COMMON = {"kms: every kind": "audit_log", "kms: across a network": "call_timeout
 
 def settings_classes() -> dict[str, dict[str, Any]]:
     schema = configuration_json_schema()
-    return {"Configuration": schema} | schema["$defs"]
+    classes = {name: definition for name, definition in schema["$defs"].items() if name != "Kms"}
+    return {"Configuration": schema} | classes
 
 
 def default_text(schema: dict[str, Any], name: str) -> str:

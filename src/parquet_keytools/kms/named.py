@@ -7,10 +7,12 @@ parquet-java does, in `kmsInstanceID`. Identifiers in the file without a name ar
 from __future__ import annotations
 
 import contextvars
+import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -34,7 +36,6 @@ from parquet_keytools.kms.client import (
     WrapRequest,
 )
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
-from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.secret_bytes import SecretBytes
 
 T = TypeVar("T")
@@ -312,15 +313,27 @@ class NamedKmss(KmsClient):
         def ask(name: str) -> Sequence[T | KmsError]:
             return self._asked(name, [requests[position] for position in groups[name]], send)
 
-        if len(groups) > 1:
-            # Each thread has the context of the caller, such as which file the keys are for.
-            contexts = {name: contextvars.copy_context() for name in groups}
-            answers = in_threads(lambda name: contexts[name].run(ask, name), list(groups), len(groups))
-        else:
-            answers = [ask(name) for name in groups]
+        answers = self._at_the_same_time(ask, groups) if len(groups) > 1 else [ask(name) for name in groups]
         for positions, some in zip(groups.values(), answers, strict=True):
             outcomes.update(zip(positions, some, strict=True))
         return [outcomes[position] for position in range(len(requests))]
+
+    def _at_the_same_time(self, ask: Callable[[str], T], names: Collection[str]) -> list[T]:
+        """Return what a function returns for each KMS. When interrupted, the KMSs are not called again."""
+        pool = ThreadPoolExecutor(len(names), thread_name_prefix="parquet-keytools-kmss")
+        try:
+            # Each thread has the context of the caller, such as which file the keys are for.
+            futures = [pool.submit(contextvars.copy_context().run, ask, name) for name in names]
+            return [future.result() for future in futures]
+        except KeyboardInterrupt:
+            for name in names:
+                self._clients[name].end_within(0)
+            pool.shutdown()
+            for name in names:
+                self._clients[name].end_within(math.inf)
+            raise
+        finally:
+            pool.shutdown()
 
     def _asked(
         self, name: str, requests: list[R], send: Callable[[KmsClient, list[R]], Sequence[T | KmsError]]

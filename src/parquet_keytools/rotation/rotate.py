@@ -208,6 +208,11 @@ def plan_rotation(
             hint="Add a `kms:` section to it.",
         )
     new_kms = new_kms or kms
+    if is_other and (kms.instances or new_kms.instances):
+        raise ConfigurationError(
+            "a rotation between two configurations needs one KMS in each, and one of them has several.",
+            hint="Name all KMSs in one configuration, and move master keys from one to another there.",
+        )
     new_configuration = new_configuration or (keys.configuration if new_kms is kms else None)
     identifiers = {
         master_key_id(keys.configuration, old): master_key_id(new_configuration, new)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +71,7 @@ def test_each_request_goes_to_its_kms(kmss: NamedKmss, eu: Switched, us: Switche
         unwrap_one(kmss, wrapped["eu::a"], "us::a")
     assert eu.call_counts == {"wrap": 1, "unwrap": 2} and us.call_counts == {"wrap": 2, "unwrap": 3}
     assert kmss.call_counts == {"wrap": 3, "unwrap": 5}
-    assert kmss.master_key_ids() == {"eu::a", "eu::b", "us::a", "us::alias/x::y"}
+    assert kmss.master_key_ids() == frozenset({"eu::a", "eu::b", "us::a", "us::alias/x::y"})
     assert kmss.describe("us::a").master_key_id == kmss.identity("us::a") == "us::a"
     assert kmss.unwrap_raw(kmss.wrap_raw(KEY, "us::a"), "us::a") == KEY
 
@@ -132,6 +134,32 @@ def test_a_kms_that_does_not_answer_is_left_alone_for_a_while(
     eu.is_off = us.is_off = False
     now[0] = 61.0
     assert all(isinstance(text, str) for text in kmss.wrap_many(requests))
+
+
+class Waiting(InMemoryKms):
+    """Answers nothing until its time is over."""
+
+    def __init__(self) -> None:
+        super().__init__({"a": None})
+        self.is_over = threading.Event()
+        self.ends: list[float] = []
+
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        threading.Timer(0.2, _thread.interrupt_main).start()
+        assert self.is_over.wait(30)
+        raise KmsUnavailableError("no answer")
+
+    def end_within(self, seconds: float) -> None:
+        self.ends.append(seconds)
+        self.is_over.set()
+
+
+def test_an_interruption_does_not_wait_for_a_kms_that_is_down(eu: Switched) -> None:
+    waiting = Waiting()
+    kmss = NamedKmss({"eu": eu, "us": waiting})
+    with pytest.raises(KeyboardInterrupt):
+        kmss.wrap_many([WrapRequest(KEY, "eu::a"), WrapRequest(KEY, "us::a")])
+    assert waiting.ends == [0, math.inf]
 
 
 @pytest.mark.parametrize(
