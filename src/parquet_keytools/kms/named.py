@@ -155,7 +155,8 @@ class NamedKmss(KmsClient):
         """Return the identifier without the name of its KMS if the file's footer names this KMS."""
         name, within = self._split(master_key_id)
         named = self._default if instance_id in UNNAMED else instance_id
-        return within if name == named else with_name(name, within)
+        # What follows must not look like a name.
+        return within if name == named and split_name(within)[0] is None else with_name(name, within)
 
     def id_of_file(self, master_key_id: str, instance_id: str | None) -> str:
         """Return the identifier with the name of its KMS."""

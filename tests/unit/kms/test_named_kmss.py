@@ -173,6 +173,7 @@ def test_an_interruption_does_not_wait_for_a_kms_that_is_down(eu: Switched) -> N
         ("us::a", "nowhere", "us::a"),
         ("arn:aws:kms:eu::x", "us", "us::arn:aws:kms:eu::x"),
         ("::a", "us", "us::::a"),
+        ("us::a::b", "us", "us::a::b"),
     ],
 )
 def test_what_files_mean(kmss: NamedKmss, written: str, instance: str | None, meant: str) -> None:

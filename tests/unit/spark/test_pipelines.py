@@ -540,3 +540,33 @@ def test_files_of_different_tasks_are_compared(encrypted: tuple[Keytools, Path],
     assert spark.partitions == [2, 2], "the nonces of files that share a DEK are read in a second pass"
     broken = {row["rule"] for row in report.rule_rows() if row["outcome"] == "broken"}
     assert {"file-copied", "dek-shared"} <= broken and not report.succeeded
+
+
+# --- several KMSs ---
+
+
+def test_pipelines_with_several_kmss(tmp_path: Path) -> None:
+    config = tmp_path / "several.yaml"
+    kms = f"{{type: in_memory, keys: {KEYS}}}"
+    config.write_text(
+        f"version: 1\nkms:\n  eu: {kms}\n  us: {kms}\n"
+        "master_keys: {footer: {kms: eu, id: footer}, pii: {kms: us, id: pii}, new: {kms: us, id: new}}\n"
+        "tables: {t: {footer_key: footer, column_keys: {pii: [a]}, unlisted_columns: plaintext}}\n"
+        "rotation: {moves: {footer: new}}\n"
+    )
+    source, target = write_plain(tmp_path / "source"), tmp_path / "target"
+    assert pipelines.encrypt(no_spark(), source, target, config).succeeded
+
+    def master_keys() -> set[str]:
+        report = pipelines.keys(no_spark(), target, config)
+        assert report.succeeded
+        (row,) = report.rows()
+        return {key["master_key"] for key in row["keys"]}
+
+    assert master_keys() == {"eu::footer", "us::pii"}
+    report = pipelines.rotate(no_spark(), target, config, moves={"footer": "new"})
+    assert report.outcomes == {"rotated": 1}
+    assert master_keys() == {"us::new", "us::pii"}
+    assert b'"kmsInstanceID":"us"' in (target / "part-0.parquet").read_bytes()
+    assert pipelines.verify(no_spark(), target, config).succeeded
+    assert pipelines.decrypt(no_spark(), target, tmp_path / "plain", config).succeeded
