@@ -112,7 +112,11 @@ class Keytools(Summarised):
 
     @property
     def kms(self) -> KmsClient | None:
-        """The KMS client; None if the configuration has only data keys."""
+        """The KMS client; None if the configuration has only data keys.
+
+        With several KMSs, it is one client for all, and the identifiers of master keys begin with the name of the
+        KMS: `eu::alias/pii`.
+        """
         return self._keys.kms
 
     def clear_caches(self) -> None:

@@ -342,6 +342,11 @@ def test_verify_while_one_kms_is_down(place: Place, data_set: Path, free_port: i
     assert verdicts["eu"]["denied"] == {} and "us (vault)" in verdicts["both"]["denied"]["claim"]
 
 
+def test_inspect_shows_the_kms_of_a_file(place: Place) -> None:
+    place.tools().write_table(TABLE, place.folder / "file.parquet")
+    assert "KMS instance 'eu'" in CliRunner().invoke(app, ["inspect", str(place.folder / "file.parquet")]).output
+
+
 def test_encrypt_and_keys_while_one_kms_is_down(place: Place, data_set: Path, free_port: int) -> None:
     pq.write_table(TABLE, place.folder / "plain.parquet")
     document = place.document(place.us_down(free_port), column_keys={"pii": ["name"]})

@@ -218,6 +218,8 @@ def _key_text(key: KeyDescription) -> str:
         parts.append(f"DEK of {key.dek_length_bits} bits")
     if key.kek_id is not None:
         parts.append(f"KEK {printable(key.kek_id)}")
+    if key.kms_instance_id not in (None, "DEFAULT", ""):
+        parts.append(f"KMS instance {printable(repr(key.kms_instance_id))}")
     if key.kms_instance_url not in (None, "DEFAULT", ""):
         parts.append(f"names the KMS {printable(repr(key.kms_instance_url))}")
     return ", ".join(parts)
