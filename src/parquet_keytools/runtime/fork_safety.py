@@ -138,3 +138,47 @@ class PerProcess(Generic[T]):
         if self._object is not None and self._process_id != os.getpid():
             _inherited.append(self._object)
             self._object = None
+
+
+_LONGEST_FORK_WAIT_SECONDS = 10.0
+"""After this, the fork continues anyway: a hung call must not block the start of a process."""
+
+
+class CallGate:
+    """Lets calls into a library through, any number at a time, but none while the process forks.
+
+    Some libraries, such as gRPC, are unusable in a child whose parent had a thread inside them. So a fork waits
+    until the calls of this package are done, and new calls wait for the fork.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+        register_at_fork(before=self.before_fork, after_in_parent=self.after_fork, after_in_child=self.renew)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forks)
+            self._calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._calls -= 1
+            self._changed.notify_all()
+
+    def before_fork(self) -> None:
+        """Close the gate, and wait for the calls in flight."""
+        with self._changed:
+            self._forks += 1
+            self._changed.wait_for(lambda: not self._calls, _LONGEST_FORK_WAIT_SECONDS)
+
+    def after_fork(self) -> None:
+        """Open the gate again in the parent."""
+        with self._changed:
+            self._forks -= 1
+            self._changed.notify_all()
+
+    def renew(self) -> None:
+        """Reset the gate: a child has none of its parent's calls."""
+        self._changed = threading.Condition()
+        self._calls = 0
+        self._forks = 0

@@ -24,7 +24,6 @@ from google.oauth2 import service_account
 from parquet_keytools.errors import KmsConfigurationError
 from parquet_keytools.kms.gcp import connection as gcp_connection
 from parquet_keytools.kms.gcp.connection import (
-    CallGate,
     GcpConnection,
     GcpSettings,
     TokenSource,
@@ -32,6 +31,7 @@ from parquet_keytools.kms.gcp.connection import (
     load_credentials,
     open_client,
 )
+from parquet_keytools.runtime.fork_safety import CallGate
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 

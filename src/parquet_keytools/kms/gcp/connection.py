@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,8 +37,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.remote_client import RemoteKmsSettings, bytes_of_context
 from parquet_keytools.kms.transport import REFUSED, SdkLogs, is_loopback
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
-from parquet_keytools.runtime.operating_system import register_at_fork
+from parquet_keytools.runtime.fork_safety import CallGate, ForkSafeLock
 
 _ENDPOINT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?")
 _EMAIL = r"^[^@\s]+@[^@\s]+$"
@@ -284,55 +282,8 @@ _OPTIONS = [
 ]
 
 
-_LONGEST_FORK_WAIT_SECONDS = 10.0
-"""After this, the fork continues anyway: a hung call must not block the start of a process."""
-
-
-class CallGate:
-    """Lets calls through, any number at a time, but none while the process forks.
-
-    If a process forks while one of its threads is inside gRPC, the next use of gRPC in the child may crash. So a
-    fork waits until the calls of this package are done, and new calls wait for the fork.
-    """
-
-    def __init__(self) -> None:
-        self.renew()
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._forks)
-            self._calls += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._calls -= 1
-            self._changed.notify_all()
-
-    def before_fork(self) -> None:
-        """Close the gate, and wait for the calls in flight."""
-        with self._changed:
-            self._forks += 1
-            self._changed.wait_for(lambda: not self._calls, _LONGEST_FORK_WAIT_SECONDS)
-
-    def after_fork(self) -> None:
-        """Open the gate again in the parent."""
-        with self._changed:
-            self._forks -= 1
-            self._changed.notify_all()
-
-    def renew(self) -> None:
-        """Reset the gate: a child has none of its parent's calls."""
-        self._changed = threading.Condition()
-        self._calls = 0
-        self._forks = 0
-
-
 GRPC_CALLS = CallGate()
 """One gate for all clients of a process: a call of any client would break a fork."""
-
-register_at_fork(
-    before=GRPC_CALLS.before_fork, after_in_parent=GRPC_CALLS.after_fork, after_in_child=GRPC_CALLS.renew
-)
 
 
 class GcpConnection:
