@@ -21,6 +21,7 @@ SECTIONS = {
     "AssumeRoleSettings": "assume_role",
     "GcpSettings": "kms: gcp",
     "VaultSettings": "kms: vault",
+    "Pkcs11Settings": "kms: pkcs11",
     "AppRoleSettings": "approle",
     "KubernetesSettings": "kubernetes",
     "JwtSettings": "jwt",

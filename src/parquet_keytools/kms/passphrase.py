@@ -27,8 +27,8 @@ _LOCK_TIMEOUT_SECONDS = 30.0
 _LOCK_POLL_SECONDS = 0.02
 
 
-def passphrase_from_text(text: str) -> SecretBytes:
-    """Return the passphrase in a text: its bytes in UTF-8.
+def passphrase_from_text(text: str, *, what: str = "passphrase", backend: str = "keystore") -> SecretBytes:
+    """Return the passphrase, or another secret, in a text: its bytes in UTF-8.
 
     Raises:
         KmsConfigurationError: The text is empty, too long, or not valid Unicode.
@@ -38,27 +38,27 @@ def passphrase_from_text(text: str) -> SecretBytes:
     with suppress(UnicodeEncodeError):
         # Bytes of an environment variable that are not UTF-8 are surrogates in Python: encode them as bytes.
         passphrase = text.encode("utf-8", "surrogateescape")
-    return _checked_passphrase(passphrase, "the passphrase")
+    return _checked_passphrase(passphrase, f"the {what}", backend)
 
 
-def passphrase_from_file(path: Path) -> SecretBytes:
-    """Return the passphrase in a file: its bytes, without a final newline.
+def passphrase_from_file(path: Path, *, what: str = "passphrase", backend: str = "keystore") -> SecretBytes:
+    """Return the passphrase, or another secret, in a file: its bytes, without a final newline.
 
     Raises:
         KmsConfigurationError: The file is missing, empty, or readable for other users.
         KmsUnavailableError: The file system failed.
     """
-    content, _ = read_private_file(path, max_length=_MAX_PASSPHRASE_LENGTH + 1)
+    content, _ = read_private_file(path, max_length=_MAX_PASSPHRASE_LENGTH + 1, backend=backend)
     if not operating_system.POSIX:
         # Editors on Windows end lines like this.
         content = content.removesuffix(b"\r\n")
-    return _checked_passphrase(content.removesuffix(b"\n"), f"the passphrase in {path}")
+    return _checked_passphrase(content.removesuffix(b"\n"), f"the {what} in {path}", backend)
 
 
-def _checked_passphrase(passphrase: bytes, what: str) -> SecretBytes:
+def _checked_passphrase(passphrase: bytes, what: str, backend: str) -> SecretBytes:
     if not passphrase or len(passphrase) > _MAX_PASSPHRASE_LENGTH:
         detail = f"{what} is empty, longer than {_MAX_PASSPHRASE_LENGTH} bytes, or not text"
-        raise KmsConfigurationError(detail, backend="keystore", operation="connect")
+        raise KmsConfigurationError(detail, backend=backend, operation="connect")
     return SecretBytes(passphrase)
 
 
@@ -77,7 +77,9 @@ def identity(path: Path) -> FileIdentity | None:
         return None
 
 
-def read_private_file(path: Path, *, max_length: int, hint_if_missing: str = "") -> tuple[bytes, FileIdentity]:
+def read_private_file(
+    path: Path, *, max_length: int, hint_if_missing: str = "", backend: str = "keystore"
+) -> tuple[bytes, FileIdentity]:
     """Return the bytes of a file that only its owner may read, at most `max_length`.
 
     Raises:
@@ -103,8 +105,8 @@ def read_private_file(path: Path, *, max_length: int, hint_if_missing: str = "")
         detail = f"{path} cannot be opened ({error.strerror})"
     except OSError as error:
         detail = f"{path}: {error.strerror}"
-        raise KmsUnavailableError(detail, backend="keystore", operation="connect", hint="Try again.") from None
-    raise KmsConfigurationError(detail, backend="keystore", operation="connect", hint=hint)
+        raise KmsUnavailableError(detail, backend=backend, operation="connect", hint="Try again.") from None
+    raise KmsConfigurationError(detail, backend=backend, operation="connect", hint=hint)
 
 
 def replace_private_file(path: Path, content: bytes) -> None:

@@ -29,6 +29,7 @@ _BUILT_INS = {
         "aws": "aws:AwsKms [aws]",
         "vault": "vault:VaultKms [vault]",
         "gcp": "gcp:GcpKms [gcp]",
+        "pkcs11": "pkcs11:Pkcs11Kms [pkcs11]",
     }.items()
 }
 
