@@ -18,8 +18,8 @@ import os
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
@@ -38,7 +38,6 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
     value_or_raise,
-    without_frames,
 )
 from parquet_keytools.kms.client import (
     KmsSettings,
@@ -49,7 +48,7 @@ from parquet_keytools.kms.client import (
     checked_key,
 )
 from parquet_keytools.kms.passphrase import PassphraseSource, passphrase_from_file, passphrase_from_text
-from parquet_keytools.kms.pkcs11.token import TokenAccess, TokenName, check_present, meaning
+from parquet_keytools.kms.pkcs11.token import TokenAccess, TokenName, check_present, errors_named, meaning
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteKmsSettings, Time
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
@@ -61,21 +60,7 @@ _KEYS_IN_ONE_CALL = 64
 
 
 class Pkcs11Settings(RemoteKmsSettings):
-    """Settings of a PKCS#11 token; relative paths start at the configuration's folder.
-
-    Attributes:
-        module: The HSM's PKCS#11 library.
-        token_label: Label of the token; or
-        serial: its serial number; or
-        slot: the number of its slot.
-        pin: PIN of the user, best as `${VARIABLE}` of the environment; or
-        pin_file: a file with the PIN, which only its owner may read.
-        mechanism: How keys are wrapped. A wrapped key names its mechanism, so both unwrap.
-        hsm_chooses_nonce: Whether the HSM replaces the nonce of AES-GCM.
-        call_timeout_seconds: How long one attempt waits for a session. A call into the library takes as long as
-            the library takes.
-        max_sessions: Maximum number of sessions in use at a time, in all clients of a process with this library.
-    """
+    """Settings of a PKCS#11 token; relative paths start at the configuration's folder."""
 
     type: Literal["pkcs11"] = "pkcs11"
     module: Path = Field(description="Path of the HSM's PKCS#11 library.")
@@ -217,14 +202,11 @@ _NONCE_LENGTH = 12
 _TAG_LENGTH = 16
 _ADDED_BYTES = {"gcm": _NONCE_LENGTH + _TAG_LENGTH, "kw": 8}
 
-_INVALID = (
-    pkcs11.DataInvalid,
-    pkcs11.DataLenRange,
-    pkcs11.EncryptedDataInvalid,
-    pkcs11.EncryptedDataLenRange,
-    pkcs11.WrappedKeyInvalid,
-    pkcs11.WrappedKeyLenRange,
+_INVALID = errors_named(
+    "DataInvalid DataLenRange EncryptedDataInvalid EncryptedDataLenRange WrappedKeyInvalid WrappedKeyLenRange"
 )
+_MAY_BE_INVALID = (pkcs11.GeneralError, pkcs11.FunctionFailed, pkcs11.PKCS11Error)
+"""SoftHSM reports a wrong tag as it reports a removed token."""
 
 
 class Pkcs11Kms(RemoteKmsClient):
@@ -318,10 +300,16 @@ class Pkcs11Kms(RemoteKmsClient):
         ]
 
         def send(batch: Sequence[R], seconds: float) -> list[T | KmsError]:
-            master_key_id = batch[0].master_key_id
+            outcomes: list[T | KmsError] = []
             with self._access.session(seconds) as session:
-                versions = _versions(session, master_key_id)
-                return [self._refused_or(name, partial(use, session, versions), request) for request in batch]
+                versions = _versions(session, batch[0].master_key_id)
+                for request in batch:
+                    # Errors of the library are not caught: they concern the whole batch.
+                    try:
+                        outcomes.append(use(session, versions, request))
+                    except KmsError as refusal:
+                        outcomes.append(refusal.about(self.backend, name, request.master_key_id))
+            return outcomes
 
         answers = self._operation(name).each(batches, send, lambda batch: batch[0].master_key_id)
         outcomes: dict[int, T | KmsError] = {}
@@ -331,13 +319,6 @@ class Pkcs11Kms(RemoteKmsClient):
             else:
                 outcomes |= dict(zip(map(id, batch), answer, strict=True))
         return [outcomes[id(request)] for request in requests]
-
-    def _refused_or(self, name: str, use: Callable[[R], T], request: R) -> T | KmsError:
-        """Return the result, or the refusal of this one request; errors of the library concern the whole batch."""
-        try:
-            return use(request)
-        except KmsError as refusal:
-            return without_frames(refusal.about(self.backend, name, request.master_key_id))
 
     # --- wrapping ---
 
@@ -363,27 +344,17 @@ class Pkcs11Kms(RemoteKmsClient):
         if key is None:
             raise WrappedKeyInvalidError(f"the token has no version {parts[1]} of it")
         key.refuse_unless("unwrap", parts[2])
-        with self._refusing(session, request.master_key_id):
+        try:
             if parts[2] == "gcm":
                 return checked_key(_decrypt(key, data, request.master_key_id.encode()))
             return checked_key(_unwrap_by_rfc_3394(key, data))
-
-    @contextmanager
-    def _refusing(self, session: pkcs11.Session, master_key_id: str) -> Iterator[None]:
-        """Turn the library's errors about a wrapped key into `WrappedKeyInvalidError`.
-
-        SoftHSM reports a wrong tag as it reports a removed token. So if the token still shows the key, the wrapped
-        key is invalid.
-        """
-        try:
-            yield
         except _INVALID:
             raise WrappedKeyInvalidError from None
         except pkcs11.PKCS11Error as error:
-            if type(error) not in (pkcs11.GeneralError, pkcs11.FunctionFailed, pkcs11.PKCS11Error):
+            if type(error) not in _MAY_BE_INVALID:
                 raise
             check_present(session)
-            _versions(session, master_key_id)
+            _versions(session, request.master_key_id)
             raise WrappedKeyInvalidError from None
 
     def _encrypt(self, key: KeyVersion, secret: SecretBytes, aad: bytes) -> bytes:

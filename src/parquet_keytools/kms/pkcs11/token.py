@@ -35,11 +35,12 @@ from parquet_keytools.kms.transport import Meaning
 from parquet_keytools.runtime.fork_safety import CallGate, ForkSafeLock, OwnerProcess
 
 
-def _errors(names: str) -> tuple[type[pkcs11.PKCS11Error], ...]:
+def errors_named(names: str) -> tuple[type[pkcs11.PKCS11Error], ...]:
+    """Return the errors of these names."""
     return tuple(getattr(pkcs11, name) for name in names.split())
 
 
-_LOST = _errors(
+_LOST = errors_named(
     "DeviceError DeviceRemoved GeneralError SessionClosed SessionHandleInvalid SlotIDInvalid TokenNotPresent "
     "TokenNotRecognised UserNotLoggedIn"
 )
@@ -51,19 +52,21 @@ _MEANINGS = {
         "the token was removed, or its connection failed",
         "Check the HSM, its connection, and that its token is there.",
     ),
-    _errors("KeyHandleInvalid ObjectHandleInvalid UnwrappingKeyHandleInvalid WrappingKeyHandleInvalid"): Meaning(
+    errors_named(
+        "KeyHandleInvalid ObjectHandleInvalid UnwrappingKeyHandleInvalid WrappingKeyHandleInvalid"
+    ): Meaning(
         MasterKeyNotFoundError,
         "the key was deleted while it was being used",
         "Restore it from a backup of the token: a new key of the same name is another key.",
     ),
-    _errors(
+    errors_named(
         "FunctionNotSupported KeySizeRange KeyTypeInconsistent MechanismInvalid MechanismParamInvalid"
     ): Meaning(
         KmsConfigurationError,
         "the token, or its policy, does not allow this mechanism with this key",
         "Set `mechanism` to one that the token has: AES_GCM or AES_KEY_WRAP.",
     ),
-    _errors(
+    errors_named(
         "AttributeReadOnly AttributeTypeInvalid AttributeValueInvalid FunctionRejected SessionReadOnly "
         "TemplateIncomplete TemplateInconsistent TokenWriteProtected"
     ): Meaning(
@@ -71,21 +74,21 @@ _MEANINGS = {
         "the token does not allow these objects, or this change",
         "Use the vendor's tool, as the user who may change the key.",
     ),
-    _errors("DeviceMemory HostMemory"): Meaning(
+    errors_named("DeviceMemory HostMemory"): Meaning(
         KmsThrottledError, "out of memory", "Remove objects from the token, or retry later."
     ),
-    _errors("SessionCount"): Meaning(
+    errors_named("SessionCount"): Meaning(
         KmsThrottledError,
         "the token has no session left",
         "End processes that hold sessions, or raise the limit of the token.",
     ),
-    _errors("PinExpired"): Meaning(
+    errors_named("PinExpired"): Meaning(
         KmsConfigurationError, "the PIN has expired", "Set a new PIN with the vendor's tool."
     ),
-    _errors("PinLocked"): Meaning(
+    errors_named("PinLocked"): Meaning(
         KmsConfigurationError, "the PIN is locked", "Only the security officer of the token can unlock it."
     ),
-    _errors("UserPinNotInitialized"): Meaning(
+    errors_named("UserPinNotInitialized"): Meaning(
         KmsConfigurationError, "the token has no user PIN yet", "Set one as the security officer of the token."
     ),
 }
@@ -98,7 +101,7 @@ def meaning(error: Exception) -> Meaning | None:
 
 # --- tokens and PINs ---
 
-_WRONG_PIN = _errors("PinIncorrect PinInvalid PinLenRange")
+_WRONG_PIN = errors_named("PinIncorrect PinInvalid PinLenRange")
 _PIN_HINT = "Correct `pin` or `pin_file`. Each wrong PIN counts, and the token locks after a few."
 
 _seen: set[tuple[str, TokenName]] = set()
