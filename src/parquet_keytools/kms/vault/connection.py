@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-import requests
 from pydantic import AfterValidator, Field, SecretStr, model_validator
-from requests.adapters import HTTPAdapter
-from urllib3 import Timeout
-from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
@@ -31,6 +27,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.client import StrictSettings
+from parquet_keytools.kms.http_session import REDIRECTS, HttpSession, send
 from parquet_keytools.kms.remote_client import RemoteKmsSettings, bytes_of_context
 from parquet_keytools.kms.transport import (
     Meaning,
@@ -242,9 +239,6 @@ def meaning_of_texts(texts: Iterable[object]) -> Meaning | None:
     return next((meaning for known, meaning in _TEXTS.items() if known in joined), None)
 
 
-REDIRECTS = (301, 302, 303, 307, 308)
-
-
 @dataclass(eq=False)
 class VaultRefusal(Exception):  # noqa: N818 - it is translated before a caller sees it
     """The server refused a request, or sent an invalid answer. Holds no text of the server.
@@ -302,17 +296,9 @@ _STATUSES = {
 # --- requests ---
 
 
-_MAX_ANSWER_BYTES = 16 * 1024 * 1024
-
-
-class _Connections(requests.Session):
-    def get_redirect_target(self, response: requests.Response) -> None:  # type: ignore[override, unused-ignore]
-        """Report no redirects: requests would parse their target, and read their whole content."""
-
-
-def open_session(settings: VaultSettings, folder: Path) -> requests.Session:
+def open_session(settings: VaultSettings, folder: Path) -> HttpSession:
     """Return the session of one process, which retries nothing and ignores the environment."""
-    session = _Connections()
+    session = HttpSession(settings.max_concurrent_calls)
     # The environment could name proxies and certificates, and ~/.netrc passwords that become headers.
     session.trust_env = False
     if settings.proxy is not None:
@@ -326,10 +312,6 @@ def open_session(settings: VaultSettings, folder: Path) -> requests.Session:
         key = None if settings.client_key is None else _file(folder, settings.client_key)
         check_client_certificate(certificate, key)
         session.cert = certificate if key is None else (certificate, key)
-    connections = settings.max_concurrent_calls
-    adapter = HTTPAdapter(pool_connections=8, pool_maxsize=connections, max_retries=0, pool_block=False)
-    session.mount("https://", adapter)
-    session.mount("http://", adapter)
     return session
 
 
@@ -349,7 +331,7 @@ class VaultServer:
         clock: Clock of the deadlines.
     """
 
-    def __init__(self, session: requests.Session, settings: VaultSettings, clock: Callable[[], float]) -> None:
+    def __init__(self, session: HttpSession, settings: VaultSettings, clock: Callable[[], float]) -> None:
         self.session = session
         self._settings = settings
         self._clock = clock
@@ -377,27 +359,13 @@ class VaultServer:
             VaultRefusal: The server refused, redirected, or sent an invalid answer.
             requests.RequestException, OSError: The connection failed.
         """
-        left = deadline - self._clock()
-        if left <= 0:
-            raise TimeoutError
         headers = {"X-Vault-Request": "true"}
         if self._settings.namespace:
             headers["X-Vault-Namespace"] = self._settings.namespace
         if token is not None:
             headers["X-Vault-Token"] = token.get_secret_value()
-        try:
-            with self.session.request(
-                method,
-                f"{self._settings.url.rstrip('/')}{path}",
-                headers=headers,
-                json=content,
-                allow_redirects=False,
-                stream=True,
-                timeout=Timeout(total=left),  # type: ignore[arg-type, unused-ignore]
-            ) as response:
-                return _content(response.status_code, response.headers, self._body(response, deadline))
-        except requests.Timeout:
-            raise TimeoutError from None
+        url = f"{self._settings.url.rstrip('/')}{path}"
+        return _content(*send(self.session, method, url, deadline, self._clock, headers=headers, json=content))
 
     def meaning_of_refusals(self, token: SecretStr, deadline: float) -> Meaning | None:
         """Return whether a token is invalid: any valid token may list its mounts, without a policy.
@@ -410,23 +378,6 @@ class VaultServer:
         except VaultRefusal as refusal:
             return TOKEN_DEAD if refusal.status == 403 else TOKEN_UNKNOWN
         return None
-
-    def _body(self, response: requests.Response, deadline: float) -> bytes:
-        """Read an answer, within the deadline and a limit of size."""
-        body = bytearray()
-        try:
-            while part := response.raw.read1(65_536, decode_content=True):
-                body += part
-                if len(body) > _MAX_ANSWER_BYTES:
-                    raise VaultRefusal(response.status_code, NOT_JSON)
-                # The timeout of the request limits silence only: a server that drips bytes never exceeds it.
-                if self._clock() >= deadline:
-                    raise TimeoutError
-        except ReadTimeoutError:
-            raise TimeoutError from None
-        except HTTPError as error:
-            raise requests.ConnectionError(type(error).__name__) from None
-        return bytes(body)
 
 
 def _content(status: int, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:

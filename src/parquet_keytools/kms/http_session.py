@@ -1,0 +1,89 @@
+"""The HTTP session of a process, for a KMS with a REST API: one attempt, a deadline, no redirects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3 import Timeout
+from urllib3.exceptions import HTTPError, ReadTimeoutError
+
+from parquet_keytools.errors import KmsResponseInvalidError
+
+_MAX_ANSWER_BYTES = 16 * 1024 * 1024
+
+REDIRECTS = (301, 302, 303, 307, 308)
+
+
+class Answer(NamedTuple):
+    """Status, headers and body of an answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class HttpSession(requests.Session):
+    """A session for requests to one server, from any number of threads, which retries nothing.
+
+    Args:
+        connections: Number of connections that are kept open.
+    """
+
+    def __init__(self, connections: int) -> None:
+        super().__init__()
+        adapter = HTTPAdapter(pool_connections=8, pool_maxsize=connections, max_retries=0, pool_block=False)
+        self.mount("https://", adapter)
+        self.mount("http://", adapter)
+
+    def get_redirect_target(self, response: requests.Response) -> None:  # type: ignore[override, unused-ignore]
+        """Report no redirects: requests would parse their target, and read their whole content."""
+
+
+def send(
+    session: requests.Session, method: str, url: str, deadline: float, clock: Callable[[], float], **options: Any
+) -> Answer:
+    """Send a request once, and follow no redirect: token and keys would follow it.
+
+    Args:
+        session: The session.
+        method: The HTTP method.
+        url: The URL.
+        deadline: Deadline of the whole answer, on the clock.
+        clock: The clock.
+        options: Options of `requests.Session.request`.
+
+    Raises:
+        KmsResponseInvalidError: The answer is too long.
+        requests.RequestException, OSError: The connection failed.
+    """
+    left = deadline - clock()
+    if left <= 0:
+        raise TimeoutError
+    timeout: Any = Timeout(total=left)
+    try:
+        with session.request(
+            method, url, allow_redirects=False, stream=True, timeout=timeout, **options
+        ) as response:
+            return Answer(response.status_code, response.headers, _body(response, deadline, clock))
+    except requests.Timeout:
+        raise TimeoutError from None
+
+
+def _body(response: requests.Response, deadline: float, clock: Callable[[], float]) -> bytes:
+    body = bytearray()
+    try:
+        while part := response.raw.read1(65_536, decode_content=True):
+            body += part
+            if len(body) > _MAX_ANSWER_BYTES:
+                raise KmsResponseInvalidError("it is too long")
+            # The timeout of the request limits silence only: a server that drips bytes never exceeds it.
+            if clock() >= deadline:
+                raise TimeoutError
+    except ReadTimeoutError:
+        raise TimeoutError from None
+    except HTTPError as error:
+        raise requests.ConnectionError(type(error).__name__) from None
+    return bytes(body)
