@@ -39,6 +39,7 @@ LONGEST_FIRST: dict[str, str] = {
     "services/test_rotation_attacks.py": "attacks on rotations",
     "services/test_vault_faults.py": "faults of Vault",
     "services/test_gcp_kms.py": "Google Cloud KMS",
+    "services/test_azure_kms.py": "Azure Key Vault",
     "interop/test_attack_table.py": "attacks on Spark",
     "tamper/test_rotation_crashes.py": "crashes",
     "tamper/test_walk_matrix.py": "walks",

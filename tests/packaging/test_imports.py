@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = [
+    "azure",
     "boto3",
     "botocore",
     "duckdb",
@@ -34,7 +35,9 @@ WITH_EXTRAS = [
     "iceberg/*.py",
     "fsspec_chain.py",
     "kms/aws/*.py",
+    "kms/azure/*.py",
     "kms/gcp/*.py",
+    "kms/http_session.py",
     "kms/vault/*.py",
     "kms/pkcs11/*.py",
     # For the tests of third parties, which have pytest.
@@ -97,7 +100,7 @@ print(parquet_keytools.__version__)
     )
 
 
-@pytest.mark.parametrize("backend", ["aws", "gcp", "vault", "pkcs11"])
+@pytest.mark.parametrize("backend", ["aws", "azure", "gcp", "vault", "pkcs11"])
 def test_a_backend_says_which_packages_it_needs(backend: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     packages = " ".join(f"'{package}'" for package in project["optional-dependencies"][backend])

@@ -30,6 +30,7 @@ _BUILT_INS = {
         "vault": "vault:VaultKms [vault]",
         "gcp": "gcp:GcpKms [gcp]",
         "pkcs11": "pkcs11:Pkcs11Kms [pkcs11]",
+        "azure": "azure:AzureKms [azure]",
     }.items()
 }
 
