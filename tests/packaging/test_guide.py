@@ -20,6 +20,7 @@ SECTIONS = {
     "AwsSettings": "kms: aws",
     "AssumeRoleSettings": "assume_role",
     "GcpSettings": "kms: gcp",
+    "AzureSettings": "kms: azure",
     "VaultSettings": "kms: vault",
     "Pkcs11Settings": "kms: pkcs11",
     "AppRoleSettings": "approle",

@@ -271,14 +271,8 @@ BAD_REQUEST = Meaning(
     "Check algorithm: RSA-OAEP-256 needs an RSA key; A256GCM and A256KW need an AES key of 256 bits.",
 )
 _POLICY_HINT = "Add an access policy with the key permissions get, list, wrapKey and unwrapKey, or change to RBAC."
-SOFT_DELETED = Meaning(
-    MasterKeyDisabledError, "it is soft-deleted", "Recover it before it is purged: `az keyvault key recover`."
-)
-_NETWORK = Meaning(
-    KmsConfigurationError,
-    "its network rules do not admit this machine",
-    "Allow the address of this machine in the vault's firewall, or use its private endpoint.",
-)
+SOFT_DELETED = Meaning(MasterKeyDisabledError, "it is soft-deleted", "Recover it: `az keyvault key recover`.")
+_NETWORK = Meaning(KmsConfigurationError, "its network rules refuse this machine", "Check the vault's firewall.")
 
 # Codes of errors, and of the errors in them -> meaning. The more specific code is looked up first.
 _CODES = {
