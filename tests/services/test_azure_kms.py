@@ -18,7 +18,7 @@ import pytest
 from azure.core.exceptions import ClientAuthenticationError, ServiceRequestError
 from azure.identity import CredentialUnavailableError
 from azure.keyvault.keys.crypto import CryptographyClient, KeyWrapAlgorithm
-from azure_fake import WRAP_OPERATIONS, FakeVault, RefusalError, fake_vault
+from azure_fake import OAEP, WRAP_OPERATIONS, FakeVault, RefusalError, fake_vault, rsa_key
 from pydantic import ValidationError
 from typer.testing import CliRunner, Result
 
@@ -59,6 +59,13 @@ def vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVault
         vault.add_key("hsm", "oct-HSM")
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(vault.ca_file))
         yield vault
+
+
+@pytest.fixture
+def environment(vault: FakeVault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A managed identity, as App Service offers it."""
+    for name, value in vault.environment().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -292,6 +299,21 @@ def test_an_expired_version_unwraps_and_wraps_nothing(vault: FakeVault, kms: Azu
     assert not kms.describe("one").enabled
 
 
+def test_the_public_key_is_enough_to_forge_a_wrapped_key_and_aes_gcm_prevents_it(
+    vault: FakeVault, kms: AzureKms
+) -> None:
+    """The limit of RSA that docs/security.md states."""
+    version = vault.keys["one"].versions[0]
+    forged = rsa_key(version.rsa).public_key().encrypt(CANARY.reveal(), OAEP)
+    text = f"azure:RSA-OAEP-256:{version.id}:{strict_base64.encode(forged)}"
+    assert unwrap_one(kms, text, "one") == CANARY
+    text = text.replace(version.id, vault.keys["hsm"].versions[0].id)
+    assert isinstance(failure(lambda: unwrap_one(kms, text, "hsm")), WrappedKeyInvalidError)
+    with client(vault, algorithm="A256GCM") as strict:
+        for name in ("one", "hsm"):
+            assert isinstance(failure(lambda: unwrap_one(strict, text, name)), WrappedKeyInvalidError)  # noqa: B023
+
+
 # --- the raw form ---
 
 
@@ -407,16 +429,16 @@ def test_a_password_for_the_host_does_not_replace_the_token(
 
 def test_a_token_is_shared_and_renewed(vault: FakeVault) -> None:
     credential = vault.credential()
-    credential.lifetime_seconds = 61.0
     with AzureKms(settings(vault), credential=credential) as kms:
         wrapped = kms.wrap_many([WrapRequest(SecretBytes.random(128), "one") for _ in range(64)])
         assert all(isinstance(key, str) for key in wrapped)
         assert len(vault.scopes) == 1
-        time.sleep(1.1)
-        wrap_one(kms, CANARY, "one")
-        assert len(vault.scopes) == 2
         # The vault no longer accepts the token: it was revoked, or a clock is wrong.
         vault.tokens.clear()
+        credential.lifetime_seconds = 30.0
+        wrap_one(kms, CANARY, "one")
+        assert len(vault.scopes) == 2
+        # This token ends too soon for another call.
         wrap_one(kms, CANARY, "one")
         assert len(vault.scopes) == 3
 
@@ -547,23 +569,22 @@ def test_an_unreadable_key_is_asked_for_once(vault: FakeVault, kms: AzureKms) ->
     assert vault.calls["get"] == 1
 
 
-def test_a_forked_child_has_a_connection_of_its_own(vault: FakeVault, kms: AzureKms) -> None:
-    wrapped_key = wrap_one(kms, CANARY, "one")
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if unwrap_one(kms, wrapped_key, "one") == CANARY else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert unwrap_one(kms, wrapped_key, "one") == CANARY
+def test_a_forked_child_has_a_connection_of_its_own(vault: FakeVault, environment: None) -> None:
+    with AzureKms(settings(vault, login="managed_identity")) as kms:
+        wrapped_key = wrap_one(kms, CANARY, "one")
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = 0 if unwrap_one(kms, wrapped_key, "one") == CANARY else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        assert unwrap_one(kms, wrapped_key, "one") == CANARY
+    assert len(vault.scopes) == 2
 
 
 # --- from a configuration to an encrypted file ---
-
-
-@pytest.fixture
-def environment(vault: FakeVault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A managed identity, as App Service offers it."""
-    for name, value in vault.environment().items():
-        monkeypatch.setenv(name, value)
 
 
 def run(*arguments: object) -> Result:

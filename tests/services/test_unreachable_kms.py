@@ -17,6 +17,8 @@ from parquet_keytools.configuration_check import with_short_timeout
 from parquet_keytools.errors import KmsUnavailableError
 from parquet_keytools.kms.aws import AwsKms
 from parquet_keytools.kms.aws.connection import AwsSettings
+from parquet_keytools.kms.azure import AzureKms
+from parquet_keytools.kms.azure.connection import AzureSettings
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.contract_tests import wrap_one
 from parquet_keytools.kms.gcp import GcpKms
@@ -45,11 +47,16 @@ def client_for(backend: str, host: str, **limits: Any) -> KmsClient:
             credentials = {"access_key_id": "x", "secret_access_key": "y"}
             where = {"region": "eu-central-1", "endpoint_url": f"http://{host}"}
             return AwsKms(AwsSettings.model_validate({**credentials, **where, **limits}))
+        case "azure":
+            # No token is requested before the vault has answered.
+            return AzureKms(
+                AzureSettings.model_validate({"vault_url": f"https://{host}", **limits}), credential=object()
+            )
         case _:
             return GcpKms(GcpSettings.model_validate({"endpoint": host, "insecure": True, **limits}))
 
 
-@pytest.mark.parametrize("backend", ["vault", "aws", "gcp"])
+@pytest.mark.parametrize("backend", ["vault", "aws", "azure", "gcp"])
 def test_a_refused_connection(backend: str, free_port: int) -> None:
     kms = client_for(backend, f"127.0.0.1:{free_port}", max_tries=2)
     with kms, pytest.raises(KmsUnavailableError) as caught:
