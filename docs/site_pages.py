@@ -116,14 +116,14 @@ def generated_pages() -> Iterator[tuple[str, str]]:
 
 
 def drawn(kind: str, name: str) -> str:
-    """Return the SVG picture that a comment asks for: a plot of the benchmarks, or the modules of a file."""
-    script = script_of(kind)
+    """Return the SVG picture that a comment asks for: a plot of the benchmarks, or of `docs/NAME_picture.py`."""
+    script = script_of(kind, name)
     return str(script.plot(name) if kind == "plot" else script.sample_picture())
 
 
-def script_of(kind: str) -> ModuleType:
-    """Return the script that draws plots, or the picture of the modules."""
-    path = ROOT / ("benchmarks/plots.py" if kind == "plot" else "docs/modules_picture.py")
+def script_of(kind: str, name: str) -> ModuleType:
+    """Return the script that draws plots, or a picture."""
+    path = ROOT / ("benchmarks/plots.py" if kind == "plot" else f"docs/{name}_picture.py")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)

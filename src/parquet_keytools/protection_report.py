@@ -478,8 +478,8 @@ class _Report:
         for path, reason in dict.fromkeys((path, reason) for path, result in results for reason in result.reasons):
             unchecked[reason.replace(path, "<file>")].add(path)
         if not checked.conforms:
-            text = f"Verification does not pass: {checked.verdict.value}."
-            self._problems.append(Remark(True, text, sum(not file.conforms for file in files)))
+            text = f"The verdict of verification: {checked.verdict.value}."
+            self._problems.append(Remark(True, text))
         self._problems += [
             group.remark(f"Verification: {text}", is_problem=is_violation)
             for text, (is_violation, group) in broken.items()

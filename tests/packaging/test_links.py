@@ -169,7 +169,7 @@ def test_every_plot_is_shown_with_the_figures_of_its_page() -> None:
 
 
 def test_lines_are_drawn_on_logarithmic_axes() -> None:
-    plots = site.script_of("plot")
+    plots = site.script_of("plot", "kms")
     points = [[100, 0.02], [1_000, 0.2], [10_000, 2.0]]
     chart = {"title": "t", "axis": "files", "lines": [{"label": "a", "dashed": True, "points": points}]}
     root = ElementTree.fromstring(plots.lines(chart))

@@ -209,20 +209,24 @@ def _summary(report: ProtectionReport) -> str:
 
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;color:#1b1b1b;background:#fff}
-body{max-width:75rem;margin:2rem auto;padding:0 1rem}
+body{max-width:75rem;margin:2rem auto;padding:0 1rem;overflow-wrap:anywhere}
 h1,h2{line-height:1.2}
 table{border-collapse:collapse;width:100%;margin:.5rem 0 1rem}
 caption{text-align:left;font-style:italic}
-th,td{border:1px solid #767676;padding:.3rem .5rem;text-align:left;vertical-align:top;overflow-wrap:anywhere}
+th,td{border:1px solid #767676;padding:.3rem .5rem;text-align:left;vertical-align:top;min-width:5em}
 thead th{background:#e8eef4}
-td.number{text-align:right}
+tbody th{min-width:8em}
+td.number{text-align:right;overflow-wrap:normal}
+td.time{white-space:nowrap}
 td.yes{background:#dff0df}
 td.no{background:#f7dede}
 td.unknown,td.plaintext{background:#fdf3cf}
 li.problem strong{color:#9b1c1c}
 .wide{overflow-x:auto}
-svg{width:100%;height:auto}
-@media print{body{font-size:10pt;margin:0;max-width:none}.wide{overflow:visible}details.files{display:none}
+svg{width:100%;min-width:40rem;height:auto}
+.paper{display:none}
+@media print{body{font-size:10pt;margin:0;padding:0;max-width:none}.wide{overflow:visible}.paper{display:block}
+svg{min-width:0}details.files{display:none}
 thead{display:table-header-group}tr,li{break-inside:avoid}h2{break-after:avoid}
 td,th,thead th{print-color-adjust:exact}}
 """.strip()
@@ -311,22 +315,34 @@ def _key_title(report: ProtectionReport, position: int) -> str:
     return f"K{position + 1}: {key.key or 'unknown'}{version}"
 
 
+_KEYS_AT_A_TIME = 5
+
+
 def _columns_by_keys(report: ProtectionReport) -> Iterator[str]:
     yield "<h2>Which column is under which key</h2>"
-    headings = ["Column", *(_text(_key_title(report, n)) for n in range(len(report.keys))), "Plaintext", "Files"]
-    rows = (
-        [
-            _text(column.title),
-            *(
-                _cell(f"{column.keys[position]:,}" if position in column.keys else "", "number")
-                for position in range(len(report.keys))
-            ),
-            _cell(f"{column.plaintext_files:,}", "plaintext") if column.plaintext_files else _cell("", "number"),
-            _cell(f"{column.files:,}", "number"),
-        ]
-        for column in report.columns
-    )
-    yield from _table("Number of files in which a key protects a column", headings, rows)
+    # Tables of a few keys each fit on paper.
+    for first in range(0, max(len(report.keys), 1), _KEYS_AT_A_TIME):
+        positions = range(first, min(first + _KEYS_AT_A_TIME, len(report.keys)))
+        yield from _columns_by_some_keys(report, positions, with_sums=first == 0)
+
+
+def _columns_by_some_keys(report: ProtectionReport, positions: range, *, with_sums: bool) -> Iterator[str]:
+    headings = ["Column", *(_text(_key_title(report, position)) for position in positions)]
+    rows = []
+    for column in report.columns:
+        counts = [column.keys.get(position, 0) for position in positions]
+        if not with_sums and not any(counts):
+            continue
+        cells = [_cell(f"{count:,}" if count else "", "number") for count in counts]
+        if with_sums:
+            plaintext = column.plaintext_files
+            cells.append(_cell(f"{plaintext:,}", "number plaintext") if plaintext else _cell("", "number"))
+            cells.append(_cell(f"{column.files:,}", "number"))
+        rows.append([_text(column.title), *cells])
+    label = "Number of files in which a key protects a column"
+    if len(positions) < len(report.keys):
+        label += f": keys K{positions[0] + 1} to K{positions[-1] + 1}"
+    yield from _table(label, headings + ["Plaintext", "Files"] * with_sums, rows)
 
 
 def _columns_by_readers(report: ProtectionReport) -> Iterator[str]:
@@ -361,19 +377,23 @@ def _timeline(report: ProtectionReport) -> Iterator[str]:
         "<p>Creation times are stated by the KMS. First and last file are modification times of the files "
         "that need the key: the file system states them, and nothing authenticates them.</p>"
     )
+    yield '<div class="wide" role="region" aria-label="Drawing of the time line" tabindex="0">'
     yield from _chart(report)
+    yield "</div>"
     rows = (
         [
             _text(_key_title(report, position)),
-            _cell(_created_text(key)),
+            _cell(_created_text(key), "" if key.created_note else "time"),
             _cell(f"{key.files:,}", "number"),
-            _cell(key.first_modified or "unknown"),
-            _cell(key.last_modified or "unknown"),
+            _cell(key.first_modified or "unknown", "time"),
+            _cell(key.last_modified or "unknown", "time"),
         ]
         for position, key in enumerate(report.keys)
     )
     yield from _table("Keys that files need", ["Key", "Created", "Files", "First file", "Last file"], rows)
-    versions = ([_text(v.key), _cell(v.version or "the master key"), _cell(v.created)] for v in report.timeline)
+    versions = (
+        [_text(v.key), _cell(v.version or "the master key"), _cell(v.created, "time")] for v in report.timeline
+    )
     if report.timeline:
         label = "All versions of these master keys that the KMS states, oldest first"
         yield from _table(label, ["Master key", "Version", "Created"], versions)
@@ -417,11 +437,13 @@ def _chart(report: ProtectionReport) -> Iterator[str]:
 
 
 def _all_files(report: ProtectionReport) -> Iterator[str]:
-    yield f'<h2>Files</h2>\n<details class="files"><summary>All {len(report.files):,} files</summary>'
+    yield "<h2>Files</h2>"
+    yield f'<p class="paper">The list of all {len(report.files):,} files is not printed.</p>'
+    yield f'<details class="files"><summary>All {len(report.files):,} files</summary>'
     rows = (
         [
             _text(file.path),
-            _cell(file.modified or "unknown"),
+            _cell(file.modified or "unknown", "time"),
             _cell(", ".join(f"K{position + 1}" for position in file.keys) if file.encrypted else "plaintext"),
             _cell(file.problem),
         ]
