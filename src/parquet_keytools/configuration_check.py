@@ -34,7 +34,7 @@ from parquet_keytools.storage.sources import open_source
 
 _THROW_AWAY_KEY_LENGTH_BITS = 128
 _KEYS_AT_A_TIME = 32
-CHECK_SECONDS = 5.0
+CHECK_SECONDS = 4.0
 """How long `check` may take, with any number of master keys."""
 
 

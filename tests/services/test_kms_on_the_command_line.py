@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,3 +137,41 @@ def test_expired_credentials_end_commands_alike(tmp_path: Path, expired: dict[st
         # Not once for each file.
         assert len(re.findall("Error:|Failed:", done.stderr)) == 1
         assert "Stopped at the first of 3 files" in done.stderr
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, list[socket.socket]]]:
+    """A server that accepts connections and never answers: its URL, and the connections."""
+    connections: list[socket.socket] = []
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connections.append(server.accept()[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", connections
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for connection in connections:
+        connection.close()
+
+
+@pytest.mark.parametrize("command", ["rotate", "keys", "verify", "decrypt", "report"])
+def test_a_command_waits_once_for_a_silent_kms(
+    tmp_path: Path, silent: tuple[str, list[socket.socket]], command: str
+) -> None:
+    url, connections = silent
+    folder = folder_of(tmp_path, "vault")
+    # One attempt of half a second is one connection.
+    limits = {"max_tries": 1, "call_timeout_seconds": 0.5}
+    config = config_of(tmp_path, {"type": "vault", "url": url, "token": "t", **limits})
+    if command == "report":
+        done = run("report", folder, "--config", config, "--json")
+    else:
+        done = called(command, folder, config)
+    assert done.exit_code == 3, done.output
+    assert "did not answer in time" in done.output
+    assert len(connections) == 1

@@ -115,8 +115,8 @@ def test_what_is_shorter_stays_as_it_is() -> None:
         assert isinstance(configuration.kms, RemoteKmsSettings)
         return configuration.kms.timeout_seconds, configuration.kms.call_timeout_seconds
 
-    assert limits() == (5.0, 5.0)
+    assert limits() == (4.0, 4.0)
     assert limits(timeout_seconds=2.0, call_timeout_seconds=1.0) == (2.0, 1.0)
-    assert limits(call_timeout_seconds=30.0) == (5.0, 5.0)
+    assert limits(call_timeout_seconds=30.0) == (4.0, 4.0)
     in_memory = parse_configuration({"version": 1, "kms": {"type": "in_memory", "keys": ["k"]}})
     assert with_short_timeout(in_memory) is in_memory

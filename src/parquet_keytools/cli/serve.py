@@ -22,6 +22,7 @@ from parquet_keytools.cli.options import (
     open_keytools,
 )
 from parquet_keytools.cli.output import answer, print_json, say
+from parquet_keytools.runtime.fork_safety import someone_waiting
 
 if TYPE_CHECKING:
     import ssl
@@ -87,6 +88,8 @@ def serve_command(
     names = host_name or []
     tls = _tls(address, tls_certificate, tls_key, names)
     with contextlib.ExitStack() as stack:
+        # A server outlives a restart of the KMS.
+        stack.enter_context(someone_waiting(False))
         keytools = stack.enter_context(open_keytools(config, KMS_SECONDS))
         tree, first = viewed_tree(keytools, path, table)
         stack.enter_context(_logging_to(access_log))
@@ -241,6 +244,6 @@ def mount_command(
 
     if next(folder.iterdir(), None) is not None:
         raise typer.BadParameter("this folder is not empty.", param_hint="FOLDER")
-    with open_keytools(config, KMS_SECONDS) as keytools:
+    with someone_waiting(False), open_keytools(config, KMS_SECONDS) as keytools:
         tree, _ = viewed_tree(keytools, path, table)
         mount(tree, folder, lambda: answer(f"Mounted at {folder} until Ctrl-C or umount."))

@@ -33,7 +33,7 @@ from parquet_keytools.errors import (
     without_frames,
 )
 from parquet_keytools.kms.client import KmsClient, KmsSettings, outcome_name
-from parquet_keytools.kms.transport import REFUSED, connection_failure
+from parquet_keytools.kms.transport import REFUSED, SILENT, connection_failure
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, PerProcess, SharedWork
 
 S = TypeVar("S")
@@ -49,8 +49,8 @@ _FIRST_PAUSE_SECONDS: dict[type[KmsError], float] = {
     KmsResponseInvalidError: 0.02,
 }
 
-_REFUSED_SECONDS = 10.0
-"""How long commands retry refused connections: nothing listens there, and someone waits."""
+_REFUSED_SECONDS = 8.0
+"""How long commands retry refused connections, to end within 10 seconds: nothing listens, and someone waits."""
 
 _LONGEST_SLEEP_SECONDS = 0.25
 """A thread that pauses notices within this time that its operation was cancelled."""
@@ -69,7 +69,7 @@ class RemoteKmsSettings(KmsSettings):
     Attributes:
         call_timeout_seconds: Timeout of one attempt, including the connection.
         timeout_seconds: How long an operation waits for an answer of the KMS, in all attempts of all its calls; at
-            most 10 seconds in a command whose connections are refused.
+            most 8 seconds in a command whose connections are refused.
         max_tries: Maximum number of attempts of a call.
         max_concurrent_calls: Maximum number of calls at a time.
         max_calls_per_second: Maximum number of calls started per second; None for no limit.
@@ -134,7 +134,7 @@ class RemoteKmsClient(KmsClient):
     """A KMS across a network. Hooks send their requests with `_operation`.
 
     Throttled calls, and calls to a KMS that cannot be reached, are retried until the deadline of the operation, in
-    commands for 10 seconds if connections are refused, or until `max_tries` are used up. A call with an invalid
+    commands for 8 seconds if connections are refused, or until `max_tries` are used up. A call with an invalid
     answer is attempted three times. Other errors are final.
     """
 
@@ -267,6 +267,8 @@ class RemoteOperation:
                 if pause >= self._seconds_left() or not self._sleep(pause):
                     outcome = outcome.after(tries, self._time.clock() - started)
                     outcome = outcome.about(client.backend, self.name, master_key_id)
+                    if SharedWork.someone_waits and tries and outcome.detail.startswith((REFUSED, SILENT)):
+                        self._traffic.down = outcome
                     break
                 self._warn_of_waiting(outcome, started)
                 kind = outcome_name(outcome)
@@ -283,6 +285,9 @@ class RemoteOperation:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[KmsError | None]:
         """Hold one of the process's calls at a time in a block, or yield why the call must not be sent."""
+        if self._traffic.down is not None:
+            yield self._last_failure(f"not attempted: {self._traffic.down.detail}")
+            return
         if self._is_cancelled or self._seconds_left() <= 0:
             now = self._time.clock()
             silence = f"the KMS answered no call for {now - self._waits_since:.3g} seconds"
@@ -323,7 +328,7 @@ class RemoteOperation:
 
     def _note_answer(self) -> None:
         self._wait_for_answer()
-        self._traffic.has_warned = False
+        self._traffic.has_warned, self._traffic.down = False, None
 
     def _wait_for_answer(self) -> None:
         self._waits_since = self._time.clock()
@@ -378,6 +383,8 @@ class _Traffic:
         self.slots = threading.BoundedSemaphore(limits.max_concurrent_calls)
         self.pool = ThreadPoolExecutor(limits.max_concurrent_calls, thread_name_prefix="parquet-keytools-kms")
         self.has_warned = False
+        # Why a command has given up; its later operations do not wait for the same KMS again.
+        self.down: KmsError | None = None
         self._spacing_seconds = 1 / limits.max_calls_per_second if limits.max_calls_per_second else 0.0
         self._lock = ForkSafeLock()
         self._next_turn = 0.0

@@ -174,6 +174,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 REFUSED = "the connection was refused"
 """The reason, in all backends, why nothing listens at the address of a KMS."""
 
+SILENT = "it did not answer in time"
+"""The reason, in all backends, why a KMS gave no answer."""
+
 
 def unreachable_because(error: BaseException) -> str:
     """Return why a server could not be reached, or an empty string if the exception does not say."""
@@ -185,7 +188,7 @@ def unreachable_because(error: BaseException) -> str:
         if isinstance(found, ConnectionError) and found.errno is not None:
             return "the connection was closed"
         if isinstance(found, TimeoutError):
-            return "it did not answer in time"
+            return SILENT
         if isinstance(found, OSError) and found.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
             return "no network route leads there"
     return ""

@@ -77,9 +77,9 @@ class SharedWork:
 
 
 @contextlib.contextmanager
-def someone_waiting() -> Iterator[None]:
+def someone_waiting(waits: bool = True) -> Iterator[None]:
     """Set `SharedWork.someone_waits` in a block."""
-    former, SharedWork.someone_waits = SharedWork.someone_waits, True
+    former, SharedWork.someone_waits = SharedWork.someone_waits, waits
     try:
         yield
     finally:

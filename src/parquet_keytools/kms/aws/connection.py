@@ -38,6 +38,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.kms.client import StrictSettings
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.kms.transport import (
+    SILENT,
     Meaning,
     SdkLogs,
     check_certificates,
@@ -553,7 +554,7 @@ _NAME_OF_KEY = re.compile(r"(arn:|alias/)\S+")
 
 _SDK_MEANINGS: list[tuple[Meaning, tuple[type[Exception], ...]]] = [
     (
-        Meaning(KmsUnavailableError, "it did not answer in time"),
+        Meaning(KmsUnavailableError, SILENT),
         (sdk.ConnectTimeoutError, sdk.ReadTimeoutError),
     ),
     (

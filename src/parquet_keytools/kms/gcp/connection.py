@@ -36,7 +36,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.remote_client import RemoteKmsSettings, bytes_of_context
-from parquet_keytools.kms.transport import REFUSED, SdkLogs, is_loopback
+from parquet_keytools.kms.transport import REFUSED, SILENT, SdkLogs, is_loopback
 from parquet_keytools.runtime.fork_safety import CallGate, ForkSafeLock
 
 _ENDPOINT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?")
@@ -395,7 +395,7 @@ _UNREACHABLE = {
     "network is unreachable": "no network route leads there",
     "connection reset": "the connection was closed",
     "socket closed": "the connection was closed",
-    "timed out": "it did not answer in time",
+    "timed out": SILENT,
 }
 _WRONG_WRAPPED_KEY_HINT = (
     "Check that the file was written with this key and the same additional_authenticated_data, and restore it "
