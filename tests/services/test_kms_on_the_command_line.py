@@ -65,6 +65,8 @@ COMMANDS = {
     "decrypt one": ["decrypt", "FILE", "NEW", "--config", "CONFIG"],
     "inspect": ["inspect", "FILE", "--config", "CONFIG"],
     "verify": ["verify", "DATA", "--config", "CONFIG"],
+    "verify processes": ["verify", "DATA", "--config", "CONFIG", "--processes", "2"],
+    "report": ["report", "DATA", "--config", "CONFIG", "--json"],
     "keys": ["keys", "DATA", "--config", "CONFIG"],
 }
 
@@ -159,7 +161,7 @@ def silent() -> Iterator[tuple[str, list[socket.socket]]]:
         connection.close()
 
 
-@pytest.mark.parametrize("command", ["rotate", "keys", "verify", "decrypt", "report"])
+@pytest.mark.parametrize("command", ["rotate", "keys", "verify", "decrypt", "verify processes", "report"])
 def test_a_command_waits_once_for_a_silent_kms(
     tmp_path: Path, silent: tuple[str, list[socket.socket]], command: str
 ) -> None:
@@ -168,10 +170,7 @@ def test_a_command_waits_once_for_a_silent_kms(
     # One attempt of half a second is one connection.
     limits = {"max_tries": 1, "call_timeout_seconds": 0.5}
     config = config_of(tmp_path, {"type": "vault", "url": url, "token": "t", **limits})
-    if command == "report":
-        done = run("report", folder, "--config", config, "--json")
-    else:
-        done = called(command, folder, config)
+    done = called(command, folder, config)
     assert done.exit_code == 3, done.output
     assert "did not answer in time" in done.output
     assert len(connections) == 1

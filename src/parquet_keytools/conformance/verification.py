@@ -222,6 +222,11 @@ class MemberVerifier:
         arguments = (self._keys, self._table_name, self._aad_prefix, self._folder, self._allow_plaintext)
         return _verifier_in_worker, (fingerprint_key(), arguments)
 
+    @property
+    def unavailable(self) -> KmsUnavailableError | None:
+        """Why the KMS could not be reached, in this process."""
+        return None if self._kms_keys is None else self._kms_keys.unavailable
+
     def prepare(self, locations: Sequence[FileLocation]) -> None:
         """Unwrap the keys of files with two requests to the KMS. The files are verified afterwards, one by one.
 
@@ -268,8 +273,8 @@ class MemberVerifier:
         Raises:
             KmsUnavailableError: The KMS could not be reached for an earlier file.
         """
-        if self._kms_keys is not None and self._kms_keys.unavailable is not None:
-            raise without_frames(self._kms_keys.unavailable)
+        if self.unavailable is not None:
+            raise without_frames(self.unavailable)
         return self.look_at(location, threads)
 
     def look_at(
@@ -376,6 +381,8 @@ def _verified(
                 elif isinstance(outcome, Exception):
                     raise outcome
                 yield location, outcome
+            # Worker processes would wait for it again.
+            unavailable = unavailable or verify.unavailable
 
 
 def _one_by_one(
