@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from iceberg_case import Lake, rows
 from moto_server import moto_server
 from openbao import OpenBao
 
+from parquet_keytools.errors import KmsError
+from parquet_keytools.iceberg import IcebergKeyManagementClient
 from parquet_keytools.kms.gcp.connection import open_client
 
 PAGE = (Path(__file__).parents[2] / "docs" / "iceberg.md").read_text(encoding="utf-8")
@@ -62,6 +65,20 @@ def exchange_kek(lake: Lake, decrypt: Callable[[bytes], bytes], encrypt: Callabl
     assert lake.ids() == [*before, 100]
 
 
+def exchange_with_client(
+    config: Path, master_key_id: str, decrypt: Callable[[bytes], bytes], encrypt: Callable[[bytes], bytes]
+) -> None:
+    """Have a plain client of the service unwrap what our client for PyIceberg wrapped, and wrap for it."""
+    client = IcebergKeyManagementClient({"keytools.config": str(config)})
+    for length in (16, 24, 32):
+        key = os.urandom(length)
+        assert decrypt(client.wrap_key(key, master_key_id)) == key
+        wrapped = encrypt(key)
+        assert client.unwrap_key(wrapped, master_key_id) == client.unwrap_key(wrapped, "pii") == key
+        with pytest.raises(KmsError):
+            client.unwrap_key(wrapped[:-1] + bytes([wrapped[-1] ^ 1]), master_key_id)
+
+
 def test_openbao(tmp_path: Path, openbao: OpenBao, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VAULT_TOKEN", openbao.root_token)
     lake = Lake(tmp_path)
@@ -70,6 +87,17 @@ def test_openbao(tmp_path: Path, openbao: OpenBao, monkeypatch: pytest.MonkeyPat
     (tmp_path / "keytools.yaml").write_text(text.replace("people-pii", key))
     before, after = check(lake)
     assert before != after
+
+    def decrypt(wrapped: bytes) -> bytes:
+        answer = openbao.ask("POST", f"transit/decrypt/{key}", {"ciphertext": wrapped.decode()})
+        return base64.b64decode(answer.content["data"]["plaintext"])
+
+    def encrypt(kek: bytes) -> bytes:
+        plaintext = base64.b64encode(kek).decode()
+        answer = openbao.ask("POST", f"transit/encrypt/{key}", {"plaintext": plaintext})
+        return bytes(answer.content["data"]["ciphertext"].encode())
+
+    exchange_with_client(tmp_path / "keytools.yaml", key, decrypt, encrypt)
 
 
 def test_aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +114,15 @@ def test_aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert lake.metadata()["properties"]["encryption.key-id"] == arn
         # The requests of Iceberg's AwsKeyManagementClient: with the algorithm, and without an encryption context.
         how = {"KeyId": arn, "EncryptionAlgorithm": "SYMMETRIC_DEFAULT"}
-        exchange_kek(
-            lake,
-            lambda blob: client.decrypt(CiphertextBlob=blob, **how)["Plaintext"],
-            lambda kek: client.encrypt(Plaintext=kek, **how)["CiphertextBlob"],
-        )
+
+        def decrypt(blob: bytes) -> bytes:
+            return client.decrypt(CiphertextBlob=blob, **how)["Plaintext"]
+
+        def encrypt(kek: bytes) -> bytes:
+            return client.encrypt(Plaintext=kek, **how)["CiphertextBlob"]
+
+        exchange_kek(lake, decrypt, encrypt)
+        exchange_with_client(tmp_path / "keytools.yaml", arn, decrypt, encrypt)
 
 
 def test_google(tmp_path: Path) -> None:
@@ -106,11 +138,15 @@ def test_google(tmp_path: Path) -> None:
         assert before != after
         assert lake.metadata()["properties"]["encryption.key-id"] == name
         client = open_client(server.endpoint, insecure=True)
-        exchange_kek(
-            lake,
-            lambda ciphertext: client.decrypt(request={"name": name, "ciphertext": ciphertext}).plaintext,
-            lambda kek: client.encrypt(request={"name": name, "plaintext": kek}).ciphertext,
-        )
+
+        def decrypt(ciphertext: bytes) -> bytes:
+            return bytes(client.decrypt(request={"name": name, "ciphertext": ciphertext}).plaintext)
+
+        def encrypt(kek: bytes) -> bytes:
+            return bytes(client.encrypt(request={"name": name, "plaintext": kek}).ciphertext)
+
+        exchange_kek(lake, decrypt, encrypt)
+        exchange_with_client(tmp_path / "keytools.yaml", name, decrypt, encrypt)
         client.transport.close()
 
 

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parquet_keytools.iceberg.encrypted_table import EncryptedTable, create_table, load_table
     from parquet_keytools.iceberg.file_io import EncryptedFileIO
+    from parquet_keytools.iceberg.kms_client import IcebergKeyManagementClient
 
-__all__ = ["EncryptedFileIO", "EncryptedTable", "create_table", "load_table"]
+__all__ = ["EncryptedFileIO", "EncryptedTable", "IcebergKeyManagementClient", "create_table", "load_table"]
+
+_HOMES = {"EncryptedFileIO": "file_io", "IcebergKeyManagementClient": "kms_client"}
 
 
 def __getattr__(name: str) -> Any:
@@ -17,5 +20,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    home = "file_io" if name == "EncryptedFileIO" else "encrypted_table"
+    home = _HOMES.get(name, "encrypted_table")
     return getattr(importlib.import_module(f"parquet_keytools.iceberg.{home}"), name)

@@ -269,15 +269,30 @@ class KnownTables:
             return list(reversed(self._tables.values()))
 
 
-_of_configurations: dict[Path, tuple[tuple[int, int], KnownTables]] = {}
+_of_configurations: dict[Path, tuple[tuple[int, int] | None, KnownTables]] = {}
 _lock = ForkSafeLock()
 
 
-def known_tables(configuration_file: str) -> KnownTables:
+def configuration_file(properties: Properties, *, needed_by: str) -> str:
+    """Return the path of the configuration that properties of a catalog or the environment name.
+
+    `ConfigurationError` if they name none.
+    """
+    found = properties.get(CONFIG_PROPERTY) or os.environ.get(CONFIG_VARIABLE)
+    if not found:
+        raise ConfigurationError(
+            f"{needed_by} needs a configuration, and {CONFIG_PROPERTY!r} is not among the properties.",
+            hint=f'Give the catalog {{"{CONFIG_PROPERTY}": "keytools.yaml"}}, or set {CONFIG_VARIABLE}.',
+        )
+    return found
+
+
+def known_tables(file: str) -> KnownTables:
     """Return the one object of this process for a configuration file; a changed file is read again."""
-    path = expanded(configuration_file).absolute()
-    status = path.stat()
-    identity = (status.st_mtime_ns, status.st_size)
+    path = expanded(file).absolute()
+    # If it is missing, `load_configuration` says so.
+    status = path.stat() if path.exists() else None
+    identity = status and (status.st_mtime_ns, status.st_size)
     with _lock:
         found = _of_configurations.get(path)
         if found is None or found[0] != identity:
@@ -306,13 +321,7 @@ class EncryptedFileIO(FileIO):
 
     def __init__(self, properties: Properties = EMPTY_DICT) -> None:
         super().__init__(properties)
-        configuration_file = properties.get(CONFIG_PROPERTY) or os.environ.get(CONFIG_VARIABLE)
-        if not configuration_file:
-            raise ConfigurationError(
-                f"EncryptedFileIO needs a configuration, and {CONFIG_PROPERTY!r} is not among the properties.",
-                hint=f'Give the catalog {{"{CONFIG_PROPERTY}": "keytools.yaml"}}, or set {CONFIG_VARIABLE}.',
-            )
-        self._known = known_tables(configuration_file)
+        self._known = known_tables(configuration_file(properties, needed_by=type(self).__name__))
         self._mapping = properties.get(MAPPING_PROPERTY, "")
         plaintext_tables = properties.get(PLAINTEXT_TABLES_PROPERTY, "allow")
         if plaintext_tables not in ("allow", "reject"):
