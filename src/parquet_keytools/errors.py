@@ -124,6 +124,18 @@ class UnsupportedByArrowError(KeytoolsError):
         self.reasons = tuple(reasons)
 
 
+class UnsupportedByPolarsError(KeytoolsError):
+    """The file needs something that Polars' own decryption does not have.
+
+    Attributes:
+        reasons: One sentence for each unsupported setting.
+    """
+
+    def __init__(self, reasons: Sequence[str], *, hint: str = "") -> None:
+        super().__init__("Polars does not support this: " + "; ".join(reasons) + ".", hint=hint)
+        self.reasons = tuple(reasons)
+
+
 class UnsupportedBySparkError(KeytoolsError):
     """The table asks for something that Spark's own Parquet writer cannot do.
 

@@ -37,7 +37,7 @@ from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths
 from parquet_keytools.tables import writing
 from parquet_keytools.tables.file_writer import EncryptedParquetWriter, WriteResult
-from parquet_keytools.tables.properties import ArrowEncryptor, decryption_properties
+from parquet_keytools.tables.properties import ArrowEncryptor, decryption_properties, polars_decryption
 from parquet_keytools.view.plain_file import PlainFiles, PlainInput
 
 if TYPE_CHECKING:
@@ -636,6 +636,43 @@ class Keytools(Summarised):
         """
         location = FileLocation.resolve(path, filesystem)
         return decryption_properties(self._keys, location, columns, table_name, aad_prefix)
+
+    def polars_decryption(
+        self,
+        path: PathLike,
+        *,
+        columns: Sequence[str] | None = None,
+        table_name: str | None = None,
+        aad_prefix: str | bytes | None = None,
+        filesystem: Any = None,
+    ) -> pl.ParquetDecryptionProperties:
+        """Return what `polars.scan_parquet(path, decryption=...)` takes for one file, with its keys unwrapped.
+
+        This call checks the file and compares it with its table, as every read does. Polars opens the path again
+        later, and compares nothing: it reads a plaintext file that took the place of the encrypted file, without
+        an error. Use it where no one else can replace the file; `scan_polars` has no such limit.
+
+        The result holds data keys in memory that Polars owns. Polars does not pickle or serialise it.
+
+        Args:
+            path: A path or URI of the file.
+            columns: The columns that will be read or filtered; None for all of them.
+            table_name: The table of the file, whose AAD prefix it must have; None if the configuration has only
+                one.
+            aad_prefix: The AAD prefix that the file must have.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            ConfigurationError: Polars is not installed, or is too old.
+            NotEncryptedError: The file is not encrypted.
+            ColumnAccessDeniedError: One of the columns cannot be read.
+            TypeError: `columns` is not a list of names.
+            ValueError: The file has no column of a name in `columns`.
+            UnsupportedByPolarsError: Polars cannot decrypt the file; `scan_polars` can read it.
+            KeytoolsError: Another subclass says what is wrong with the file or its keys.
+        """
+        location = FileLocation.resolve(path, filesystem)
+        return polars_decryption(self._keys, location, columns, table_name, aad_prefix)
 
     def spark_options(
         self, table_name: str | None, schema: StructType, *, partition_by: Sequence[str] = ()

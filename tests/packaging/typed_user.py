@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as pafs
@@ -24,6 +25,7 @@ properties: pq.FileEncryptionProperties = keytools.encryption_properties("t", ta
 pq.write_table(table, "x.parquet", encryption_properties=properties)
 decryption: pq.FileDecryptionProperties = keytools.decryption_properties("x.parquet", columns=["a"])
 read: pa.Table = pq.read_table("x.parquet", decryption_properties=decryption)
+of_polars: pl.ParquetDecryptionProperties = keytools.polars_decryption("x.parquet", columns=["a"])
 written = keytools.write_table(table, "x.parquet", compression="zstd")
 keytools.write_table(
     pd.DataFrame({"a": [1]}), folder / "x.parquet", table_name="t", filesystem=pafs.LocalFileSystem()

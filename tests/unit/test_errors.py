@@ -20,6 +20,7 @@ from parquet_keytools.errors import (
     TableMismatch,
     TableMismatchError,
     UnsupportedByArrowError,
+    UnsupportedByPolarsError,
     UnsupportedBySparkError,
 )
 
@@ -36,7 +37,7 @@ def example(cls: type[KeytoolsError]) -> KeytoolsError:
         return cls("why", backend="vault", operation="wrap", master_key_id="pii", hint="Do that.")
     if issubclass(cls, ConfigurationError):
         return cls("wrong", file="a.yaml", line=3, yaml_path="tables.t", hint="Do that.")
-    if issubclass(cls, (UnsupportedByArrowError, UnsupportedBySparkError)):
+    if issubclass(cls, (UnsupportedByArrowError, UnsupportedByPolarsError, UnsupportedBySparkError)):
         return cls(["no CTR", "no Bloom filters"], hint="Do that.")
     if issubclass(cls, IncompleteDataSetError):
         return cls([("a/b", "a pipe")], hint="Do that.")

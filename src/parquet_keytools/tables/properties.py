@@ -1,6 +1,6 @@
-"""pyarrow's own encryption and decryption properties, for one file each.
+"""pyarrow's own encryption and decryption properties, and Polars' decryption properties, for one file each.
 
-pyarrow calls no KMS: keys are wrapped while encryption properties are made, and unwrapped before decryption
+Neither calls a KMS: keys are wrapped while encryption properties are made, and unwrapped before decryption
 properties are made.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,8 +21,15 @@ from pyarrow import fs as pafs
 from parquet_keytools import audit
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ChosenKey, ColumnPath
-from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
-from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, UnsupportedByArrowError, value_or_raise
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterColumn
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeyNotAvailableError,
+    KeytoolsError,
+    UnsupportedByArrowError,
+    UnsupportedByPolarsError,
+    value_or_raise,
+)
 from parquet_keytools.files.field_labels import labels_of_schema
 from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.opened_file import OpenedFile, columns_named
@@ -39,6 +46,9 @@ from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource
 from parquet_keytools.tables.file_systems import DelegatingHandler
 
+if TYPE_CHECKING:
+    import polars as pl
+
 _ARROW_KEK_LENGTH_BITS = 128
 """Arrow's KEKs have this length, whatever the length of the DEKs."""
 
@@ -46,6 +56,9 @@ _FOREVER = timedelta(days=36_500)
 
 _DECRYPTS_IN_THREADS = 20
 """Before this version of pyarrow, threads share a cipher: reads fail, or end the process (apache/arrow#43057)."""
+
+_NOT_OF_POLARS_BYTES = 24
+"""A length of AES keys that Polars does not have."""
 
 _NAMING_OPTIONS = ("flavor", "use_compliant_nested_type", "version", "store_schema")
 """Options of a Parquet writer that can change the names of leaf columns."""
@@ -255,21 +268,41 @@ def decryption_properties(
         ColumnAccessDeniedError: One of the columns cannot be read.
         ValueError: The file has no column of a name.
     """
+    opened = _opened(
+        keys, location, columns, table_name, aad_prefix, _refuse_for_arrow, method="decryption_properties"
+    )
+    return _decryption_properties(opened)
+
+
+def _opened(
+    keys: KeyService,
+    location: FileLocation,
+    columns: Sequence[str] | None,
+    table_name: str | None,
+    aad_prefix: str | bytes | None,
+    refuse_unfit: Callable[[OpenedFile], None],
+    *,
+    method: str,
+) -> OpenedFile:
+    """Open a file with the keys of some columns, or of all; errors of `decryption_properties`."""
     names = None if columns is None else list_of_names("columns", columns)
 
     def wanted(found: Sequence[FooterColumn]) -> Sequence[FooterColumn]:
         return found if names is None else [column for name in names for column in columns_named(found, name)]
 
     (opened,) = keys.open_files([location], table_name, aad_prefix, wanted=wanted)
-    limits = _decryption_limits(opened)
-    if limits:
-        raise UnsupportedByArrowError(limits, hint="Keytools.read_table can read it.")
+    refuse_unfit(opened)
     for name in names or ():
         if not opened.columns_named(name):
             raise ValueError(f"{location} has no column {name!r}")
-    hint = "Name the columns that you need: decryption_properties(path, columns=[...])." if names is None else ""
+    hint = f"Name the columns that you need: {method}(path, columns=[...])." if names is None else ""
     opened.refuse_denied(names, hint=hint)
-    return _decryption_properties(opened)
+    return opened
+
+
+def _refuse_for_arrow(opened: OpenedFile) -> None:
+    if limits := _decryption_limits(opened):
+        raise UnsupportedByArrowError(limits, hint="Keytools.read_table can read it.")
 
 
 def _decryption_limits(opened: OpenedFile) -> list[str]:
@@ -341,3 +374,47 @@ class _KnownMaterial(DelegatingHandler):
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open the key material."""
         return pa.BufferReader(self._material)
+
+
+# --- Polars ---
+
+
+def polars_decryption(
+    keys: KeyService,
+    location: FileLocation,
+    columns: Sequence[str] | None,
+    table_name: str | None,
+    aad_prefix: str | bytes | None,
+) -> pl.ParquetDecryptionProperties:
+    """Unwrap the keys of some columns, or of all, for Polars' own reader; see `Keytools.polars_decryption`."""
+    try:
+        from polars import ParquetDecryptionProperties
+    except ImportError:
+        raise ConfigurationError(
+            "Polars is not installed, or is too old to decrypt Parquet files.", hint="pip install -U polars"
+        ) from None
+    opened = _opened(
+        keys, location, columns, table_name, aad_prefix, _refuse_for_polars, method="polars_decryption"
+    )
+    return ParquetDecryptionProperties(
+        footer_key=opened.retriever.footer_dek(opened.footer.key_metadata).reveal(),
+        column_keys={".".join(path): dek.reveal() for path, dek in opened.deks.items()},
+        # A stored prefix, too: with it, Polars refuses a file that stores another one.
+        aad_prefix=opened.footer.aad_prefix or None,
+    )
+
+
+def _refuse_for_polars(opened: OpenedFile) -> None:
+    opened.refuse_unencrypted()
+    limits = []
+    if opened.digests is not None:
+        limits.append("it shows values, and `denied_columns: hash` is set")
+    if opened.footer.algorithm is not Algorithm.AES_GCM_V1:
+        limits.append("it decrypts AES_GCM_V1 only")
+    deks = (opened.retriever.footer_dek(opened.footer.key_metadata), *opened.deks.values())
+    if any(len(dek) == _NOT_OF_POLARS_BYTES for dek in deks):
+        limits.append("it has no data keys of 192 bits")
+    if len({".".join(path) for path in opened.deks}) < len(opened.deks):
+        limits.append("it cannot tell columns apart whose dotted paths are the same")
+    if limits:
+        raise UnsupportedByPolarsError(limits, hint="Keytools.scan_polars can read it.")
