@@ -70,6 +70,7 @@ LONGEST_FIRST: dict[str, str] = {
     "vectors/test_public_views.py": "views of public files",
     "unit/rotation/test_rotation_runs.py": "runs of rotations",
     "services/test_iceberg_java.py": "Iceberg in Java",
+    "services/test_iceberg_recipe.py": "Iceberg in Java",
     "unit/spark/test_kms_worker.py": "workers of a KMS",
     "fuzz/test_mutants.py": "mutants",
     "services/test_vault_kms.py": "Vault",

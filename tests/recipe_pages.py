@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
-FOR_PEOPLE = {"console", "json", "properties", "hcl", "r", "text"}
+FOR_PEOPLE = {"console", "json", "properties", "hcl", "r", "sql", "text"}
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"(?:#|//|--) (\S+\.\w+)\n")
 
