@@ -15,6 +15,7 @@ __all__ = [  # noqa: RUF022
     "KeytoolsError",
     "ConfigurationError",
     "UnsupportedByArrowError",
+    "UnsupportedByPolarsError",
     "UnsupportedBySparkError",
     "SparkJobFailedError",
     "WorkerProcessEndedError",

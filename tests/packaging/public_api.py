@@ -43,7 +43,13 @@ MODULES: dict[str, list[str] | None] = {
         "Verdict",
     ],
     "parquet_keytools.errors": None,
-    "parquet_keytools.iceberg": ["EncryptedFileIO", "EncryptedTable", "create_table", "load_table"],
+    "parquet_keytools.iceberg": [
+        "EncryptedFileIO",
+        "EncryptedTable",
+        "IcebergKeyManagementClient",
+        "create_table",
+        "load_table",
+    ],
     "parquet_keytools.keytools": ["Keytools"],
     "parquet_keytools.kms.client": [
         "KEY_LENGTHS_BYTES",
