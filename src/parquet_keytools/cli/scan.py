@@ -1,0 +1,374 @@
+"""`parquet-keytools scan`: columns that look like personal data, as text, JSON and SARIF."""
+
+# Nothing slow is imported here: `--help` must be fast.
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from parquet_keytools.cli.options import (
+    PathsArgument,
+    ReportOptions,
+    TableOption,
+    config_option,
+    location_of,
+    locations_of,
+    with_options,
+)
+from parquet_keytools.cli.output import (
+    ExitStatus,
+    Messages,
+    answer,
+    json_wanted,
+    number_of,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+    say_left_out,
+    status_of_all,
+)
+from parquet_keytools.runtime.presentation import printable
+
+if TYPE_CHECKING:
+    from parquet_keytools.config.settings import Configuration, TableSettings
+    from parquet_keytools.scan.baseline import Accepted, Baseline
+    from parquet_keytools.scan.scanner import Finding, ScanReport
+
+ScanConfigOption = Annotated[
+    Path | None, config_option("The YAML configuration: its keys open what is encrypted, its table is compared.")
+]
+SampleOption = Annotated[
+    int,
+    typer.Option(
+        "--sample",
+        metavar="N",
+        min=0,
+        help="How many values of each column of a file are looked at; 0 reads footers alone.",
+    ),
+]
+SarifOption = Annotated[
+    str | None,
+    typer.Option("--sarif", metavar="FILE", help="Write the findings to this file or URI, as SARIF 2.1.0."),
+]
+BaselineOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--baseline",
+        metavar="FILE",
+        help="Accepted findings, each with a reason and an expiry date: YAML or JSON.",
+    ),
+]
+FixOption = Annotated[
+    bool, typer.Option("--fix", help="Print the lines of a configuration that would protect the columns, as YAML.")
+]
+
+
+@with_options(ReportOptions)
+def scan_command(
+    paths: PathsArgument,
+    config: ScanConfigOption = None,
+    table: TableOption = None,
+    sample: SampleOption = 500,
+    sarif: SarifOption = None,
+    baseline: BaselineOption = None,
+    fix: FixOption = False,
+) -> None:
+    """Find columns that look like personal data and are not protected.
+
+    Names, types and statistics are read from footers, and some values of each column. No value is printed.
+    Plaintext columns are findings, and encrypted columns that are under another key than their table says. The
+    exit status is 1 if there are findings, or if something could not be scanned. Ctrl-C ends the scan, and prints
+    what was found until then.
+    """
+    from parquet_keytools.keytools import Keytools
+    from parquet_keytools.scan.baseline import Baseline, read_baseline
+    from parquet_keytools.scan.scanner import scan
+
+    if table is not None and config is None:
+        raise typer.BadParameter("--table needs --config.")
+    location = locations_of(paths, "PATH")
+    target = None if sarif is None else location_of(sarif, "--sarif")
+    accepted_before = Baseline() if baseline is None else read_baseline(baseline)
+    with contextlib.ExitStack() as stack:
+        run, configuration = partial(scan, None, location), None
+        if config is not None:
+            keytools = stack.enter_context(Keytools.from_yaml(config))
+            configuration = keytools.configuration
+            if table is not None:
+                configuration.select_table(table)
+            run = partial(keytools.scan, location, table_name=table)
+        with progress_bar() as progress:
+            report = run(sample=sample, on_file=progress.count)
+    remedies = _Remedies(configuration, table)
+    findings, accepted = accepted_before.divide(report.findings)
+    if target is not None:
+        from parquet_keytools.storage.outputs import discarded_unless_done, pending_output
+
+        document = sarif_document(report, findings, accepted, remedies)
+        with discarded_unless_done(pending_output(target)) as pending:
+            with pending.open_sink() as sink:
+                sink.write_at(0, json.dumps(document, indent=2).encode())
+            pending.commit()
+        say(f"The findings are in {target}.")
+    if json_wanted():
+        print_json(_document(report, findings, accepted, accepted_before, remedies))
+    _show(report, findings, accepted, accepted_before, remedies)
+    if fix and findings:
+        answer("\n".join(remedies.yaml_lines(findings)))
+    if findings or report.is_interrupted:
+        raise typer.Exit(ExitStatus.NO)
+    if not report.is_complete:
+        raise typer.Exit(status_of_all(report.failures))
+
+
+# --- what would protect a column ---
+
+
+class _Remedies:
+    """Says which line of a configuration would protect a column."""
+
+    def __init__(self, configuration: Configuration | None, table_name: str | None) -> None:
+        self._configuration = configuration
+        self._table: tuple[str, TableSettings] | None = None
+        if configuration is not None and (table_name is not None or len(configuration.tables) == 1):
+            self._table = configuration.select_table(table_name)
+
+    def text(self, finding: Finding) -> str:
+        """Return the line, or what else to do."""
+        if finding.protection == "names of folders":
+            return "Partition by another column: names of folders are readable."
+        if finding.expected is not None:
+            return f"The configuration has it under {finding.expected}: encrypt or rekey these files."
+        table, key, _ = self._line(finding)
+        return f"tables.{table}.column_keys.{key}: [{_scalar(finding.column)}]"
+
+    def yaml_lines(self, findings: Sequence[Finding]) -> Iterator[str]:
+        """Yield lines to paste into a configuration."""
+        tables: dict[str, dict[str, list[str]]] = {}
+        listed: dict[str, list[str]] = {}
+        for finding in findings:
+            if finding.protection == "names of folders" or finding.expected is not None:
+                yield f"# {printable(finding.column)}: {printable(self.text(finding))}"
+                continue
+            table, key, is_listed = self._line(finding)
+            columns = tables.setdefault(table, {}).setdefault(key, [])
+            if finding.column not in columns:
+                columns.append(finding.column)
+                listed.setdefault(table, []).extend([finding.column] if is_listed else [])
+        if tables:
+            yield "tables:"
+        for table, keys in tables.items():
+            yield f"  {_scalar(table)}:"
+            if listed[table]:
+                yield f"    # Take out of plaintext_columns: {printable(', '.join(listed[table]))}"
+            yield "    column_keys:"
+            for key, columns in keys.items():
+                yield f"      {_scalar(key)}: [{', '.join(map(_scalar, columns))}]"
+
+    def _line(self, finding: Finding) -> tuple[str, str, bool]:
+        """Return table, key, and whether the table lists the column as plaintext."""
+        if self._table is None:
+            folder = finding.data_set.rstrip("/").rpartition("/")[2]
+            return folder.rpartition(":")[2] or "TABLE", "pii", False
+        name, settings = self._table
+        keys = list(settings.column_keys)
+        key = next(
+            (key for key in keys if re.search("pii|person", key, re.IGNORECASE)), keys[0] if keys else "pii"
+        )
+        return name, key, finding.column in settings.plaintext_columns
+
+
+def _scalar(text: str) -> str:
+    """Return a text as YAML has it."""
+    is_plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", text) and text.lower() not in _YAML_WORDS
+    return text if is_plain else json.dumps(text)
+
+
+_YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
+
+
+# --- text ---
+
+
+def _show(
+    report: ScanReport,
+    findings: Sequence[Finding],
+    accepted: Sequence[tuple[Finding, Accepted]],
+    baseline: Baseline,
+    remedies: _Remedies,
+) -> None:
+    say_left_out(report.left_out)
+    missed = Messages("Not scanned")
+    for entry in report.not_scanned:
+        what = f"column {entry.column}: " if entry.column is not None else ""
+        more = f" In {number_of(entry.files, 'file')}." if entry.files > 1 else ""
+        missed.add(entry.examples[0], f"{printable(what + entry.reason)}{more}")
+    missed.print()
+    if findings:
+        print_table(
+            "Findings",
+            ["column", "looks like", "by", "share", "protection", "files", "for example", "protected by"],
+            [
+                (
+                    f.column,
+                    _looks_like(f),
+                    f.by,
+                    _share(f),
+                    f.protection,
+                    f"{f.files:,}",
+                    f.examples[0],
+                    remedies.text(f),
+                )
+                for f in findings
+            ],
+        )
+    if report.protected:
+        print_table(
+            "Personal data under keys",
+            ["column", "looks like", "by", "share", "key", "files"],
+            [(f.column, _looks_like(f), f.by, _share(f), f.protection, f"{f.files:,}") for f in report.protected],
+        )
+    for finding, entry in accepted:
+        answer(f"Accepted until {entry.expires}: {printable(finding.column)}: {printable(entry.reason)}")
+    for entry in baseline.expired:
+        answer(f"Expired on {entry.expires}: {printable(entry.column)} ({entry.kind}) is no longer accepted.")
+    for entry in baseline.unmatched:
+        answer(f"Matches nothing: {printable(entry.column)} ({entry.kind}). Remove it from the baseline.")
+    if report.is_interrupted:
+        answer("Interrupted: these are partial results.")
+    scanned = number_of(report.files, "file")
+    verdict = "complete" if report.is_complete else "incomplete"
+    answer(f"{number_of(len(findings), 'finding')} in {scanned}; the scan is {verdict}.")
+
+
+def _looks_like(finding: Finding) -> str:
+    return f"{finding.kind.title} ({finding.detail})" if finding.detail else finding.kind.title
+
+
+def _share(finding: Finding) -> str:
+    return "" if finding.share is None else f"{finding.share:.0%}"
+
+
+# --- JSON and SARIF ---
+
+
+def _document(
+    report: ScanReport,
+    findings: Sequence[Finding],
+    accepted: Sequence[tuple[Finding, Accepted]],
+    baseline: Baseline,
+    remedies: _Remedies,
+) -> dict[str, Any]:
+    return {
+        "complete": report.is_complete,
+        "interrupted": report.is_interrupted,
+        "files": report.files,
+        "findings": [_finding_document(finding) | {"fix": remedies.text(finding)} for finding in findings],
+        "protected": [_finding_document(finding) for finding in report.protected],
+        "accepted": [
+            _finding_document(finding) | {"reason": entry.reason, "expires": str(entry.expires)}
+            for finding, entry in accepted
+        ],
+        "baseline": {
+            "expired": [_entry_document(entry) for entry in baseline.expired],
+            "unmatched": [_entry_document(entry) for entry in baseline.unmatched],
+        },
+        "not_scanned": report.not_scanned,
+        "left_out": [{"path": left.path, "reason": left.reason} for left in report.left_out],
+        "fix": "\n".join(remedies.yaml_lines(findings)),
+    }
+
+
+def _finding_document(finding: Finding) -> dict[str, Any]:
+    return {**finding.__dict__, "share": finding.share}
+
+
+def _entry_document(entry: Accepted) -> dict[str, Any]:
+    return {"column": entry.column, "kind": entry.kind, "reason": entry.reason, "expires": str(entry.expires)}
+
+
+def sarif_document(
+    report: ScanReport,
+    findings: Sequence[Finding],
+    accepted: Sequence[tuple[Finding, Accepted]],
+    remedies: _Remedies,
+) -> dict[str, Any]:
+    """Return the findings as a SARIF 2.1.0 document; accepted ones are suppressed there."""
+    from parquet_keytools import __version__
+    from parquet_keytools.scan.names import Kind
+
+    results = [_result(finding, remedies) for finding in findings]
+    for finding, entry in accepted:
+        suppression = {"kind": "external", "status": "accepted", "justification": entry.reason}
+        results.append(_result(finding, remedies) | {"suppressions": [suppression]})
+    notifications = [
+        {
+            "level": "error",
+            "message": {
+                "text": f"Not scanned: {f'column {entry.column}: ' if entry.column else ''}{entry.reason}"
+            },
+            "locations": [_location(example, entry.column) for example in entry.examples],
+        }
+        for entry in report.not_scanned
+    ]
+    if report.is_interrupted:
+        notifications.append({"level": "error", "message": {"text": "Interrupted: these are partial results."}})
+    driver = {
+        "name": "parquet-keytools",
+        "version": __version__,
+        "rules": [
+            {"id": kind, "shortDescription": {"text": f"A column looks like {kind.title} and is not protected."}}
+            for kind in Kind
+        ],
+    }
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {"driver": driver},
+                "results": results,
+                "invocations": [
+                    {"executionSuccessful": report.is_complete, "toolExecutionNotifications": notifications}
+                ],
+            }
+        ],
+    }
+
+
+def _result(finding: Finding, remedies: _Remedies) -> dict[str, Any]:
+    share = f" ({_share(finding)} of {finding.values:,} values)" if finding.values else ""
+    text = (
+        f"Column {finding.column} looks like {_looks_like(finding)}{share}: {finding.protection} in "
+        f"{number_of(finding.files, 'file')}. {remedies.text(finding)}"
+    )
+    identity = "\n".join((finding.data_set, finding.column, finding.kind))
+    return {
+        "ruleId": finding.kind,
+        "level": "error",
+        "message": {"text": text},
+        "locations": [_location(example, finding.column) for example in finding.examples],
+        "partialFingerprints": {"column/v1": hashlib.sha256(identity.encode()).hexdigest()},
+        "properties": {"share": finding.share, "files": finding.files, "protection": finding.protection},
+    }
+
+
+def _location(path: str, column: str | None) -> dict[str, Any]:
+    scheme, colon, rest = path.partition(":")
+    with contextlib.suppress(ValueError):
+        path = str(Path(path).relative_to(Path.cwd()))
+    uri = f"{scheme}://{quote(rest)}" if colon and not path.startswith("/") else quote(path)
+    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": {"uri": uri}}}
+    if column is not None:
+        location["logicalLocations"] = [{"fullyQualifiedName": column, "kind": "member"}]
+    return location

@@ -1,0 +1,1 @@
+"""Finds columns that look like personal data."""

@@ -1,0 +1,640 @@
+"""Scans files for columns that look like personal data and are not protected as they should be.
+
+The footer of each file is read first: names, types and statistics. Where these leave a question, some values of
+some row groups follow, with the dictionaries of their chunks. A verdict is made for each file, and values are
+dropped at once: a report has counts, and never a value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from parquet_keytools import audit
+from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference
+from parquet_keytools.encryption.footer import Footer, read_envelope
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn, FooterMode
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeyNotAvailableError,
+    KeytoolsError,
+    ParquetFormatError,
+    kms_failure,
+)
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import OpenedFile, as_verified, open_files
+from parquet_keytools.files.table_check import SeenColumn, TableCheck, names_in_folders, seen_key
+from parquet_keytools.format.records import BINARY, I32, I64, Optional, Record, nested
+from parquet_keytools.format.structs import ColumnMetaData, SchemaElement
+from parquet_keytools.runtime.presentation import install_hint
+from parquet_keytools.runtime.working_threads import end
+from parquet_keytools.scan.names import Kind, kinds_by_name
+from parquet_keytools.scan.values import TypeClass, Value, Verdict, judge
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.sources import ArrowSource, open_source
+from parquet_keytools.storage.walk import AT_A_TIME, LeftOut, ParquetFile, Unseen, data_set
+from parquet_keytools.view.chunk_view import PageCache
+from parquet_keytools.view.plain_file import PlainFile, PlainInput
+
+DEFAULT_SAMPLE = 500
+"""How many values of each column of a file are looked at."""
+
+EXAMPLES = 3
+_ROW_GROUPS = 3
+_MOST_SAMPLED_BYTES = 8 << 20
+"""How many bytes of a file are decoded together; long values lower the number of rows."""
+_READ_BYTES = 256 << 10
+_LEAST_IDENTIFIER = 10**8
+"""Smaller numbers are no identifier that could be recognised without a name."""
+
+PLAINTEXT = "plaintext"
+FOLDER_NAMES = "names of folders"
+
+
+# --- the report ---
+
+
+@dataclass
+class Finding:
+    """A column that looks like personal data.
+
+    Attributes:
+        data_set: The folder of its files, without partitions.
+        column: Its dotted path.
+        kind: What it looks like.
+        protection: `plaintext`, `names of folders`, or the key that it is under.
+        expected: What the table of the configuration says instead; None if it says nothing else.
+        by: Whether its name, its values, or both say so.
+        detail: Which national identifier.
+        matching: How many of the distinct sampled values have the format.
+        values: How many distinct values were sampled; 0 if only the name says so.
+        files: In how many files.
+        examples: Some of them.
+    """
+
+    data_set: str
+    column: str
+    kind: Kind
+    protection: str
+    expected: str | None
+    by: str
+    detail: str
+    matching: int = 0
+    values: int = 0
+    files: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    @property
+    def share(self) -> float | None:
+        """Share of the sampled values that have the format; None if only the name says so."""
+        return round(self.matching / self.values, 3) if self.values else None
+
+
+@dataclass
+class NotScanned:
+    """Files, or a column of files, that could not be scanned.
+
+    Attributes:
+        column: Dotted path of the column; None for whole files.
+        reason: Why not.
+        files: How many files.
+        examples: Some of them.
+    """
+
+    column: str | None
+    reason: str
+    files: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ScanReport:
+    """The result of a scan.
+
+    Attributes:
+        files: How many files were scanned, completely or in part.
+        findings: Columns that look like personal data, and are plaintext, or under another key than their table
+            says.
+        protected: The other columns that look like personal data.
+        not_scanned: What could not be scanned.
+        left_out: Entries that do not belong to the data sets.
+        is_interrupted: Whether the scan was interrupted, and the rest was not scanned.
+        failures: The errors behind `not_scanned`.
+    """
+
+    files: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    protected: list[Finding] = field(default_factory=list)
+    not_scanned: list[NotScanned] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    is_interrupted: bool = False
+    failures: list[Exception] = field(default_factory=list, repr=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything was scanned."""
+        return not self.is_interrupted and not self.not_scanned
+
+
+# --- the policy of a column ---
+
+
+def contradictions(
+    table_check: TableCheck | None, footer_key: KeyReference | None, columns: Sequence[SeenColumn]
+) -> Mapping[str, str]:
+    """Return what the policy says of each column that is protected in another way: dotted path -> its key.
+
+    This is the one place that knows which key a column should have.
+    """
+    if table_check is None:
+        return {}
+    return {
+        mismatch.column: mismatch.wanted
+        for mismatch in table_check.column_mismatches(footer_key, columns)
+        if mismatch.column is not None
+    }
+
+
+# --- a scan ---
+
+
+def scan(
+    keys: KeyService | None,
+    location: FileLocation,
+    table_name: str | None = None,
+    *,
+    sample: int = DEFAULT_SAMPLE,
+    on_file: Callable[[object], None] = lambda _: None,
+) -> ScanReport:
+    """Scan a file, or the files of folders; see `Keytools.scan`. Without keys, plaintext columns only.
+
+    Raises:
+        FileNotFoundError: The file or folder does not exist.
+        NoParquetFilesError: The folder has no Parquet files.
+        ConfigurationError: The table does not exist; or a package is not installed.
+    """
+    try:
+        import phonenumbers  # noqa: F401
+        import stdnum  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(f"{error.name} is not installed.", hint=install_hint("scan")) from None
+    return _Scan(keys, table_name, sample).run(location, on_file)
+
+
+@dataclass
+class _Seen:
+    """What one file shows."""
+
+    location: FileLocation
+    columns: list[tuple[str, Verdict, str, str | None]] = field(default_factory=list)
+    """Dotted path, verdict, protection, and what the policy says instead."""
+    not_scanned: list[tuple[str | None, Exception]] = field(default_factory=list)
+
+
+class _Scan:
+    def __init__(self, keys: KeyService | None, table_name: str | None, sample: int) -> None:
+        self._keys = keys
+        self._table_name = table_name
+        self._sample = sample
+        self._table_check: TableCheck | None = None
+        # With several tables and none named, files may be of any of them.
+        if keys is not None and (table_name is not None or len(keys.configuration.tables) == 1):
+            self._table_check = keys.table_check(table_name)
+        self._kms_keys = None if keys is None else keys.kms_keys()
+        self._kms_failure: KeytoolsError | None = None
+        self._cache = PageCache()
+        self._report = ScanReport()
+        self._found: dict[tuple[object, ...], Finding] = {}
+        self._missed: dict[tuple[str | None, str], NotScanned] = {}
+        self._partitions: dict[tuple[str, str], tuple[dict[str, None], list[str]]] = {}
+
+    def run(self, location: FileLocation, on_file: Callable[[object], None]) -> ScanReport:
+        report = self._report
+        try:
+            for seen in self._outcomes(location):
+                self._add(seen)
+                on_file(seen)
+        except KeyboardInterrupt:
+            report.is_interrupted = True
+        self._judge_partitions()
+        for finding in self._found.values():
+            is_open = finding.protection in (PLAINTEXT, FOLDER_NAMES) or finding.expected is not None
+            (report.findings if is_open else report.protected).append(finding)
+        for some in (report.findings, report.protected):
+            some.sort(key=lambda finding: (finding.data_set, finding.column, finding.kind))
+        report.not_scanned = list(self._missed.values())
+        self._mask_values_in_paths()
+        return report
+
+    def _outcomes(self, location: FileLocation) -> Iterator[_Seen]:
+        """Yield what each file shows, some files at a time."""
+        pending: deque[Future[_Seen]] = deque()
+        pool = ThreadPoolExecutor(
+            4 if location.is_local else AT_A_TIME, thread_name_prefix="parquet-keytools-scan"
+        )
+        try:
+            for entry in data_set(location):
+                if isinstance(entry, LeftOut):
+                    self._report.left_out.append(entry)
+                elif isinstance(entry, Unseen):
+                    self._miss(entry.path, None, entry.error)
+                else:
+                    pending.append(pool.submit(self._look, entry))
+                if len(pending) > 4 * AT_A_TIME:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            end(pool, pending)
+
+    # --- what was seen ---
+
+    def _add(self, seen: _Seen) -> None:
+        path = str(seen.location)
+        self._report.files += 1
+        folder = _data_set_of(path)
+        for column, verdict, protection, expected in seen.columns:
+            self._note(folder, column, verdict, protection, expected, path)
+        for missed_column, error in seen.not_scanned:
+            self._miss(path, missed_column, error)
+        for name, folder_name in names_in_folders(seen.location.path).items():
+            values, examples = self._partitions.setdefault((folder, name), ({}, []))
+            if len(values) < max(self._sample, 1):
+                values[unquote(folder_name.partition("=")[2])] = None
+            if len(examples) < EXAMPLES:
+                examples.append(path)
+
+    def _note(
+        self, folder: str, column: str, verdict: Verdict, protection: str, expected: str | None, *paths: str
+    ) -> None:
+        key = (folder, column, verdict.kind, protection, expected)
+        finding = self._found.get(key)
+        if finding is None:
+            finding = self._found[key] = Finding(
+                folder, column, verdict.kind, protection, expected, verdict.by, verdict.detail
+            )
+        finding.matching += verdict.matching
+        finding.values += verdict.values
+        finding.files += len(paths)
+        finding.examples += paths[: EXAMPLES - len(finding.examples)]
+
+    def _miss(self, path: str, column: str | None, error: Exception) -> None:
+        reason = _reason(error, path)
+        missed = self._missed.setdefault((column, reason), NotScanned(column, reason))
+        if not missed.files:
+            self._report.failures.append(error)
+        missed.files += 1
+        if len(missed.examples) < EXAMPLES:
+            missed.examples.append(path)
+
+    def _judge_partitions(self) -> None:
+        for (folder, name), (values, examples) in self._partitions.items():
+            verdict = judge((name,), "text", values)
+            if verdict is not None:
+                self._note(folder, name, verdict, FOLDER_NAMES, None, *examples)
+
+    def _mask_values_in_paths(self) -> None:
+        """Take values out of paths: names of folders such as `email=...` are values of a column."""
+        personal = {finding.column for finding in self._report.findings if finding.protection == FOLDER_NAMES}
+        personal |= {name for _, name in self._partitions if kinds_by_name((name,))}
+        if not personal:
+            return
+        folders = re.compile(rf"(?<![^/])({'|'.join(map(re.escape, sorted(personal)))})=[^/]*(?=/)")
+        for found in (*self._report.findings, *self._report.protected, *self._report.not_scanned):
+            found.examples = [folders.sub(r"\1=...", path) for path in found.examples]
+
+    # --- one file ---
+
+    def _look(self, file: ParquetFile) -> _Seen:
+        """Return what a file shows; also called in other threads."""
+        seen = _Seen(file.location)
+        try:
+            with audit.about(file.location):
+                opened, footer = self._opened(file.location)
+            self._look_into(seen, footer, opened)
+        except (KeytoolsError, OSError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            self._kms_failure = self._kms_failure or kms_failure(error)
+            seen.not_scanned.append((None, error))
+        return seen
+
+    def _opened(self, location: FileLocation) -> tuple[OpenedFile | None, Footer]:
+        """Read a footer. With a configuration, it is authenticated if it is encrypted or signed.
+
+        Readers refuse a file that differs from its table. A scan looks for the difference, and shows no value.
+        """
+        keys = self._keys
+        if keys is None or self._kms_failure is not None:
+            with open_source(location) as source:
+                envelope = read_envelope(source)
+            footer = envelope.unverified_footer()
+            if self._kms_failure is not None and envelope.mode is not FooterMode.UNENCRYPTED:
+                raise self._kms_failure
+            if footer is None:
+                raise KeyNotAvailableError("its footer is encrypted.", hint="--config names its keys.")
+            return None, footer
+        assert self._kms_keys is not None
+        (opened,) = open_files(
+            [location],
+            self._kms_keys,
+            keys.data_keys,
+            aad_prefix_of=lambda place, stored: keys.expected_aad_prefix(place, self._table_name, None, stored),
+            allow_plaintext=True,
+            allow_ctr=keys.configuration.reading.ctr_files == "allow",
+        )
+        return opened, opened.footer
+
+    def _look_into(self, seen: _Seen, footer: Footer, opened: OpenedFile | None) -> None:
+        footer_key, columns = _seen_columns(footer, opened)
+        wanted = contradictions(self._table_check, footer_key, columns)
+        elements = [
+            element
+            for element in footer.metadata.schema[1:]
+            if element.type is not None and not element.num_children
+        ]
+        asked: dict[ColumnPath, TypeClass] = {}
+        sampled: dict[ColumnPath, dict[Value, None]] = {}
+        average_bytes = 0.0
+        dictionaries: list[str] = []
+        for column, element in zip(footer.columns, elements, strict=True):
+            type_class = _type_class(element)
+            if type_class == "other":
+                continue
+            error = _denial(column, opened)
+            if error is not None:
+                self._kms_failure = self._kms_failure or kms_failure(error)
+                seen.not_scanned.append((".".join(column.path), error))
+                continue
+            chunks = [
+                footer.chunk_metadata(ordinal, column, _cipher(footer, column, opened))
+                for ordinal in _spread(len(footer.row_groups))
+            ]
+            statistics = [_statistics(chunk, element) for chunk in chunks]
+            if _is_out_of_question(column.path, type_class, statistics):
+                continue
+            asked[column.path] = type_class
+            sampled[column.path] = {value: None for values in statistics for value in values}
+            if type_class == "text" and all(chunk.dictionary_page_offset for chunk in chunks):
+                dictionaries.append(".".join(column.path))
+            average_bytes += sum(chunk.total_uncompressed_size / max(1, chunk.num_values) for chunk in chunks)
+        if self._sample and asked and footer.row_groups:
+            rows = max(10, min(self._sample, int(_MOST_SAMPLED_BYTES / max(1.0, average_bytes))))
+            try:
+                with contextlib.ExitStack() as stack:
+                    file = self._parquet_file(stack, seen.location, opened, dictionaries)
+                    sampled = _sampled(file, list(asked), footer, rows)
+            except (pa.ArrowException, OSError, ValueError, UnicodeError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                # Arrow's texts may quote values.
+                raise ParquetFormatError(f"its pages could not be decoded ({type(error).__name__}).") from None
+        for seen_column in columns:
+            path = seen_column.path
+            verdict = judge(path, asked[path], sampled.get(path, {})) if path in asked else None
+            if verdict is not None:
+                key = footer_key if seen_column.encryption is ColumnEncryption.FOOTER_KEY else seen_column.key
+                is_plaintext = seen_column.encryption is ColumnEncryption.PLAINTEXT
+                name = ".".join(path)
+                seen.columns.append(
+                    (name, verdict, PLAINTEXT if is_plaintext else _key_text(key), wanted.get(name))
+                )
+
+    def _parquet_file(
+        self,
+        stack: contextlib.ExitStack,
+        location: FileLocation,
+        opened: OpenedFile | None,
+        dictionaries: list[str],
+    ) -> pq.ParquetFile:
+        source = stack.enter_context(open_source(location))
+        place: Any
+        if opened is not None and opened.is_encrypted:
+            view = PlainFile(opened, as_verified(opened, source), "error", self._cache)
+            place = stack.enter_context(PlainInput(view))
+        elif isinstance(source, ArrowSource):
+            place = source.file
+        else:
+            place = stack.enter_context(location.filesystem.open_input_file(location.path))
+        # Without the buffer, Arrow reads whole chunks.
+        return pq.ParquetFile(place, buffer_size=_READ_BYTES, pre_buffer=False, read_dictionary=dictionaries)
+
+
+def _seen_columns(footer: Footer, opened: OpenedFile | None) -> tuple[KeyReference | None, list[SeenColumn]]:
+    footer_key, columns = None, []
+    if opened is not None and opened.is_encrypted:
+        footer_key = seen_key(opened.retriever, footer.key_metadata, None)
+    for column in footer.columns:
+        key = None
+        if column.encryption is ColumnEncryption.COLUMN_KEY and opened is not None:
+            with contextlib.suppress(KeytoolsError):  # Then the column is denied.
+                key = seen_key(opened.retriever, column.key_metadata, column.path)
+        columns.append(SeenColumn(column.path, column.encryption, key))
+    return footer_key, columns
+
+
+def _denial(column: FooterColumn, opened: OpenedFile | None) -> KeytoolsError | None:
+    """Return why a column cannot be read; None if it can."""
+    if opened is not None:
+        return opened.denied.get(column.path)
+    if column.encryption is ColumnEncryption.PLAINTEXT:
+        return None
+    return KeyNotAvailableError("it is encrypted.", hint="--config names its keys.")
+
+
+def _cipher(footer: Footer, column: FooterColumn, opened: OpenedFile | None) -> Any:
+    return None if opened is None else footer.cipher_of(column, opened.deks.get(column.path))
+
+
+def _key_text(key: KeyReference | None) -> str:
+    if key is None:
+        return "a key that the file does not name"
+    return f"master key {key.master_key_id}" if isinstance(key, MasterKeyReference) else f"data key {key.name}"
+
+
+def _data_set_of(path: str) -> str:
+    *folders, _ = path.split("/")
+    while folders and "=" in folders[-1]:
+        folders.pop()
+    return "/".join(folders)
+
+
+def _reason(error: Exception, path: str) -> str:
+    """Return why something could not be scanned, without the path of the file."""
+    text = (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
+    return text.removeprefix(f"{path}: ").replace(path, "<file>")
+
+
+# --- types and statistics ---
+
+
+class _Element(Record):
+    converted_type = Optional(6, I32)
+
+
+class _Statistics(Record):
+    null_count = Optional(3, I64)
+    max_value = Optional(5, BINARY)
+    min_value = Optional(6, BINARY)
+
+
+class _Metadata(Record):
+    statistics = Optional(12, nested(_Statistics))
+
+
+_LOGICAL_TYPE = 10
+_STRING, _ENUM, _DATE, _TIMESTAMP, _INTEGER, _JSON = 1, 4, 6, 8, 10, 12
+_INT32, _INT64, _INT96, _FLOAT, _DOUBLE, _BYTE_ARRAY, _FIXED = range(1, 8)
+_CLASSES: dict[int, TypeClass] = {
+    _INT32: "number",
+    _INT64: "number",
+    _INT96: "date",
+    _FLOAT: "number",
+    _DOUBLE: "number",
+    _BYTE_ARRAY: "text",
+    _FIXED: "text",
+}
+_LOGICAL_CLASSES: dict[int, TypeClass] = {
+    _STRING: "text",
+    _ENUM: "text",
+    _JSON: "text",
+    _DATE: "date",
+    _TIMESTAMP: "date",
+    _INTEGER: "number",
+}
+_CONVERTED_CLASSES: dict[int, TypeClass] = {
+    **dict.fromkeys((0, 4, 19), "text"),
+    **dict.fromkeys((6, 9, 10), "date"),
+    **dict.fromkeys(range(11, 19), "number"),
+}
+
+
+def _type_class(element: SchemaElement) -> TypeClass:
+    logical = element.struct.entry(_LOGICAL_TYPE)
+    ids = [] if logical is None or logical[1] is None else list(logical[1].types())
+    if len(ids) == 1:
+        return _LOGICAL_CLASSES.get(ids[0], "other")
+    converted = _Element(element.struct).converted_type
+    if converted is not None:
+        return _CONVERTED_CLASSES.get(converted, "other")
+    return _CLASSES.get(element.type or 0, "other")
+
+
+def _statistics(chunk: ColumnMetaData, element: SchemaElement) -> list[Value]:
+    """Return the least and the greatest value of a chunk, as far as they are stated and can be decoded."""
+    stated = _Metadata(chunk.struct).statistics
+    found: list[Value] = []
+    for data in () if stated is None else (stated.min_value, stated.max_value):
+        with contextlib.suppress(ValueError, struct.error, OverflowError):
+            if data is not None:
+                found.append(_decoded(bytes(data), element))
+    return found
+
+
+def _decoded(data: bytes, element: SchemaElement) -> Value:
+    if element.type in (_BYTE_ARRAY, _FIXED):
+        return data.decode()
+    if element.type in (_FLOAT, _DOUBLE):
+        (number,) = struct.unpack("<f" if element.type == _FLOAT else "<d", data)
+        return float(number)
+    if element.type == _INT96:
+        raise ValueError
+    value = int.from_bytes(data, "little", signed=True)
+    if _type_class(element) != "date":
+        return value
+    if element.type == _INT32:
+        return date(1970, 1, 1) + timedelta(days=value)
+    for unit, count in ((9, 10**3), (10, 10**6)):
+        if _Element(element.struct).converted_type == unit:
+            return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=value // count)).date()
+    raise ValueError
+
+
+def _is_out_of_question(path: ColumnPath, type_class: TypeClass, statistics: Sequence[Sequence[Value]]) -> bool:
+    """Return whether name, type and statistics show that a column is no personal data that can be recognised."""
+    if kinds_by_name(path):
+        return False
+    if type_class == "date":
+        return True
+    numbers = [value for values in statistics for value in values if isinstance(value, int | float)]
+    return type_class == "number" and len(numbers) == 2 * len(statistics) > 0 and max(numbers) < _LEAST_IDENTIFIER
+
+
+# --- values ---
+
+
+def _spread(row_groups: int) -> list[int]:
+    """Return the ordinals of some row groups: the first, one in the middle, and the last."""
+    return sorted({0, row_groups // 2, row_groups - 1} if row_groups else set())[:_ROW_GROUPS]
+
+
+def _sampled(
+    file: pq.ParquetFile, asked: Sequence[ColumnPath], footer: Footer, rows: int
+) -> dict[ColumnPath, dict[Value, None]]:
+    """Return some distinct values of columns."""
+    names = {".".join(path) for path in asked}
+    # As Arrow selects columns: where names have dots, two leaves can have one dotted path.
+    leaves = [
+        leaf.path
+        for leaf in footer.leaves
+        if any(".".join(leaf.path[:length]) in names for length in range(1, len(leaf.path) + 1))
+    ]
+    # Arrow returns columns in the order in which they are named.
+    selected = list(dict.fromkeys(".".join(path) for path in asked))
+    sampled: dict[ColumnPath, dict[Value, None]] = {path: {} for path in leaves}
+    ordinals = [ordinal for ordinal in _spread(len(footer.row_groups)) if footer.row_groups[ordinal].num_rows]
+    for ordinal in ordinals:
+        batches = file.iter_batches(
+            max(1, -(-rows // len(ordinals))), row_groups=[ordinal], columns=selected, use_threads=False
+        )
+        batch = next(iter(batches), None)
+        if batch is None:
+            continue
+        arrays = [array for column in batch.columns for array in _leaf_arrays(column)]
+        for path, array in zip(leaves, arrays, strict=True):
+            for value in _values(array, rows):
+                sampled[path][value] = None
+    return {path: sampled[path] for path in asked}
+
+
+def _leaf_arrays(array: pa.Array) -> Iterator[pa.Array]:
+    """Yield the arrays of the leaves of a column, in the order of the schema."""
+    kind = array.type
+    if isinstance(array, pa.ExtensionArray):
+        yield from _leaf_arrays(array.storage)
+    elif pa.types.is_struct(kind):
+        for child in array.flatten():
+            yield from _leaf_arrays(child)
+    elif pa.types.is_map(kind):
+        yield from _leaf_arrays(array.keys)
+        yield from _leaf_arrays(array.items)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        yield from _leaf_arrays(array.flatten())
+    else:
+        yield array
+
+
+def _values(array: pa.Array, most: int) -> Iterable[Value]:
+    """Yield some values; of a chunk with a dictionary, values of all its rows."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary
+    array = array.drop_null()[:most]
+    if pa.types.is_timestamp(array.type):
+        array = array.cast(pa.date32(), safe=False)
+    for value in array.to_pylist():
+        if isinstance(value, bytes):
+            with contextlib.suppress(UnicodeDecodeError):
+                yield value.decode()
+        elif isinstance(value, str | int | float | date) and value == value:
+            yield value
