@@ -252,7 +252,7 @@ def _show(
 
 
 def _looks_like(finding: Finding) -> str:
-    return f"{finding.kind.title} ({finding.detail})" if finding.detail else finding.kind.title
+    return f"{finding.kind.description} ({finding.detail})" if finding.detail else finding.kind.description
 
 
 def _share(finding: Finding) -> str:
@@ -327,7 +327,10 @@ def sarif_document(
         "name": "parquet-keytools",
         "version": __version__,
         "rules": [
-            {"id": kind, "shortDescription": {"text": f"A column looks like {kind.title} and is not protected."}}
+            {
+                "id": kind,
+                "shortDescription": {"text": f"A column looks like {kind.description} and is not protected."},
+            }
             for kind in Kind
         ],
     }

@@ -26,8 +26,10 @@ MAGIC_LENGTH = 4
 TRAILER_LENGTH = 8
 """Length of the footer's length and the magic that end a file."""
 
-TAIL_LENGTH = 64 * 1024
-"""How many bytes of the end of a file are read at once, in the hope that the footer is among them."""
+TAIL_LENGTH = 64 * 1024 - MAGIC_LENGTH
+"""How many bytes of the end of a file are read at once, in the hope that the footer is among them.
+
+With the magic that a file begins with, 64 KiB."""
 
 MAX_SCHEMA_DEPTH = 256
 """How deep groups of a schema may nest; keeps the paths of all leaves proportional to the schema's bytes."""

@@ -109,8 +109,10 @@ def _mistakes_of(entry: Any, position: int) -> list[Mistake]:
     for name in _FIELDS:
         if not isinstance(entry.get(name), str) or not entry[name].strip():
             found.append(Mistake((*path, name) if name in entry else path, f"`{name}` is missing, or is no text."))
-    if isinstance(entry.get("kind"), str) and entry["kind"] not in list(Kind):
-        found.append(Mistake((*path, "kind"), "there is no such kind.", did_you_mean(entry["kind"], Kind)))
+    if isinstance(entry.get("kind"), str) and entry["kind"] not in set(map(str, Kind)):
+        found.append(
+            Mistake((*path, "kind"), "there is no such kind.", did_you_mean(entry["kind"], map(str, Kind)))
+        )
     if isinstance(entry.get("expires"), str):
         try:
             date.fromisoformat(entry["expires"])

@@ -27,12 +27,12 @@ class Kind(StrEnum):
     POSTAL_ADDRESS = "postal_address"
 
     @property
-    def title(self) -> str:
+    def description(self) -> str:
         """What to call the values."""
-        return _TITLES[self]
+        return _DESCRIPTIONS[self]
 
 
-_TITLES = {
+_DESCRIPTIONS = {
     Kind.EMAIL: "e-mail addresses",
     Kind.IBAN: "bank accounts (IBAN)",
     Kind.CARD_NUMBER: "payment card numbers",
@@ -209,7 +209,7 @@ def _rests(own: list[str], above: list[str], terms: frozenset[str]) -> Iterator[
         for end in range(max(start, len(above)) + 1, min(len(words), start + 4) + 1):
             phrase = "".join(words[start:end])
             is_part = end == start + 1 and _has_part(phrase, terms)
-            if phrase in terms or is_part:
+            if is_part or not terms.isdisjoint((phrase, phrase.removesuffix("s"), phrase.removesuffix("es"))):
                 yield [*words[len(above) : start], *words[end:]]
 
 

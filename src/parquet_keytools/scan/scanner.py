@@ -11,7 +11,7 @@ import contextlib
 import re
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
@@ -217,16 +217,22 @@ class _Scan:
         self._report = ScanReport()
         self._found: dict[tuple[object, ...], Finding] = {}
         self._missed: dict[tuple[str | None, str], NotScanned] = {}
+        self._pending: deque[Future[_Seen]] = deque()
         self._partitions: dict[tuple[str, str], tuple[dict[str, None], list[str]]] = {}
 
     def run(self, location: FileLocation, on_file: Callable[[object], None]) -> ScanReport:
         report = self._report
+        outcomes = self._outcomes(location)
         try:
-            for seen in self._outcomes(location):
+            for seen in outcomes:
                 self._add(seen)
                 on_file(seen)
         except KeyboardInterrupt:
             report.is_interrupted = True
+            outcomes.close()
+            for future in self._pending:
+                if not future.cancelled() and future.exception() is None:
+                    self._add(future.result())
         self._judge_partitions()
         for finding in self._found.values():
             is_open = finding.protection in (PLAINTEXT, FOLDER_NAMES) or finding.expected is not None
@@ -237,9 +243,9 @@ class _Scan:
         self._mask_values_in_paths()
         return report
 
-    def _outcomes(self, location: FileLocation) -> Iterator[_Seen]:
+    def _outcomes(self, location: FileLocation) -> Generator[_Seen, None, None]:
         """Yield what each file shows, some files at a time."""
-        pending: deque[Future[_Seen]] = deque()
+        pending = self._pending
         pool = ThreadPoolExecutor(
             4 if location.is_local else AT_A_TIME, thread_name_prefix="parquet-keytools-scan"
         )
@@ -251,7 +257,7 @@ class _Scan:
                     self._miss(entry.path, None, entry.error)
                 else:
                     pending.append(pool.submit(self._look, entry))
-                if len(pending) > 4 * AT_A_TIME:
+                if len(pending) > 2 * AT_A_TIME:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
