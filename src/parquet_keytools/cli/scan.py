@@ -214,24 +214,9 @@ def _show(
         more = f" In {number_of(entry.files, 'file')}." if entry.files > 1 else ""
         missed.add(entry.examples[0], f"{printable(what + entry.reason)}{more}")
     missed.print()
-    if findings:
-        print_table(
-            "Findings",
-            ["column", "looks like", "by", "share", "protection", "files", "for example", "protected by"],
-            [
-                (
-                    f.column,
-                    _looks_like(f),
-                    f.by,
-                    _share(f),
-                    f.protection,
-                    f"{f.files:,}",
-                    f.examples[0],
-                    remedies.text(f),
-                )
-                for f in findings
-            ],
-        )
+    for finding in findings:
+        answer(f"{printable(_sentence(finding))} For example: {printable(finding.examples[0])}")
+        answer(f"    {printable(remedies.text(finding))}")
     if report.protected:
         print_table(
             "Personal data under keys",
@@ -257,6 +242,15 @@ def _looks_like(finding: Finding) -> str:
 
 def _share(finding: Finding) -> str:
     return "" if finding.share is None else f"{finding.share:.0%}"
+
+
+def _sentence(finding: Finding) -> str:
+    share = f"{_share(finding)} of {finding.values:,} values, " if finding.values else ""
+    files = number_of(finding.files, "file")
+    is_open = finding.protection in ("plaintext", "names of folders")
+    protection = finding.protection if is_open else f"under {finding.protection}"
+    what = f"Column {finding.column} looks like {_looks_like(finding)}"
+    return f"{what} ({share}by {finding.by}): {protection}, in {files}."
 
 
 # --- JSON and SARIF ---
@@ -350,16 +344,11 @@ def sarif_document(
 
 
 def _result(finding: Finding, remedies: _Remedies) -> dict[str, Any]:
-    share = f" ({_share(finding)} of {finding.values:,} values)" if finding.values else ""
-    text = (
-        f"Column {finding.column} looks like {_looks_like(finding)}{share}: {finding.protection} in "
-        f"{number_of(finding.files, 'file')}. {remedies.text(finding)}"
-    )
     identity = "\n".join((finding.data_set, finding.column, finding.kind))
     return {
         "ruleId": finding.kind,
         "level": "error",
-        "message": {"text": text},
+        "message": {"text": f"{_sentence(finding)} {remedies.text(finding)}"},
         "locations": [_location(example, finding.column) for example in finding.examples],
         "partialFingerprints": {"column/v1": hashlib.sha256(identity.encode()).hexdigest()},
         "properties": {"share": finding.share, "files": finding.files, "protection": finding.protection},
