@@ -90,6 +90,7 @@ def scan_command(
     exit status is 1 if there are findings, or if something could not be scanned. Ctrl-C ends the scan, and prints
     what was found until then.
     """
+    from parquet_keytools.errors import kms_failure
     from parquet_keytools.keytools import Keytools
     from parquet_keytools.scan.baseline import Baseline, read_baseline
     from parquet_keytools.scan.scanner import scan
@@ -128,7 +129,7 @@ def scan_command(
     if findings or report.is_interrupted:
         raise typer.Exit(ExitStatus.NO)
     if not report.is_complete:
-        raise typer.Exit(status_of_all(report.failures))
+        raise typer.Exit(status_of_all([error for error in report.failures if kms_failure(error)]))
 
 
 # --- what would protect a column ---
@@ -223,12 +224,12 @@ def _show(
             ["column", "looks like", "by", "share", "key", "files"],
             [(f.column, _looks_like(f), f.by, _share(f), f.protection, f"{f.files:,}") for f in report.protected],
         )
-    for finding, entry in accepted:
-        answer(f"Accepted until {entry.expires}: {printable(finding.column)}: {printable(entry.reason)}")
-    for entry in baseline.expired:
-        answer(f"Expired on {entry.expires}: {printable(entry.column)} ({entry.kind}) is no longer accepted.")
-    for entry in baseline.unmatched:
-        answer(f"Matches nothing: {printable(entry.column)} ({entry.kind}). Remove it from the baseline.")
+    for finding, why in accepted:
+        answer(f"Accepted until {why.expires}: {printable(finding.column)}: {printable(why.reason)}")
+    for why in baseline.expired:
+        answer(f"Expired on {why.expires}: {printable(why.column)} ({why.kind}) is no longer accepted.")
+    for why in baseline.unmatched:
+        answer(f"Matches nothing: {printable(why.column)} ({why.kind}). Remove it from the baseline.")
     if report.is_interrupted:
         answer("Interrupted: these are partial results.")
     scanned = number_of(report.files, "file")

@@ -13,7 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
 from urllib.parse import unquote
@@ -42,7 +42,7 @@ from parquet_keytools.runtime.working_threads import end
 from parquet_keytools.scan.names import Kind, kinds_by_name
 from parquet_keytools.scan.values import TypeClass, Value, Verdict, judge
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import ArrowSource, open_source
+from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import AT_A_TIME, LeftOut, ParquetFile, Unseen, data_set
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput
@@ -254,6 +254,8 @@ class _Scan:
                 if isinstance(entry, LeftOut):
                     self._report.left_out.append(entry)
                 elif isinstance(entry, Unseen):
+                    if entry.is_gone:
+                        continue
                     self._miss(entry.path, None, entry.error)
                 else:
                     pending.append(pool.submit(self._look, entry))
@@ -268,7 +270,7 @@ class _Scan:
 
     def _add(self, seen: _Seen) -> None:
         path = str(seen.location)
-        self._report.files += 1
+        self._report.files += all(column is not None for column, _ in seen.not_scanned)
         folder = _data_set_of(path)
         for column, verdict, protection, expected in seen.columns:
             self._note(folder, column, verdict, protection, expected, path)
@@ -312,13 +314,28 @@ class _Scan:
 
     def _mask_values_in_paths(self) -> None:
         """Take values out of paths: names of folders such as `email=...` are values of a column."""
-        personal = {finding.column for finding in self._report.findings if finding.protection == FOLDER_NAMES}
-        personal |= {name for _, name in self._partitions if kinds_by_name((name,))}
+        report = self._report
+        names = {name for _, name in self._partitions}
+        names.update(*(names_in_folders(left.path) for left in report.left_out))
+        names.update(*(names_in_folders(path) for missed in report.not_scanned for path in missed.examples))
+        personal = {finding.column for finding in report.findings if finding.protection == FOLDER_NAMES}
+        personal |= {name for name in names if kinds_by_name((name,))}
         if not personal:
             return
-        folders = re.compile(rf"(?<![^/])({'|'.join(map(re.escape, sorted(personal)))})=[^/]*(?=/)")
-        for found in (*self._report.findings, *self._report.protected, *self._report.not_scanned):
-            found.examples = [folders.sub(r"\1=...", path) for path in found.examples]
+        folders = re.compile(rf"(?<![^/])({'|'.join(map(re.escape, sorted(personal)))})=[^/]*(?=/|$)")
+
+        def masked(path: str) -> str:
+            return folders.sub(r"\1=...", path)
+
+        for finding in (*report.findings, *report.protected):
+            finding.data_set = masked(finding.data_set)
+            finding.examples = list(map(masked, finding.examples))
+        for missed in report.not_scanned:
+            missed.examples = list(map(masked, missed.examples))
+        report.left_out = [
+            replace(left, location=replace(left.location, path=masked(left.location.path)))
+            for left in report.left_out
+        ]
 
     # --- one file ---
 
@@ -397,15 +414,13 @@ class _Scan:
             average_bytes += sum(chunk.total_uncompressed_size / max(1, chunk.num_values) for chunk in chunks)
         if self._sample and asked and footer.row_groups:
             rows = max(10, min(self._sample, int(_MOST_SAMPLED_BYTES / max(1.0, average_bytes))))
-            try:
-                with contextlib.ExitStack() as stack:
-                    file = self._parquet_file(stack, seen.location, opened, dictionaries)
-                    sampled = _sampled(file, list(asked), footer, rows)
-            except (pa.ArrowException, OSError, ValueError, UnicodeError) as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise
-                # Arrow's texts may quote values.
-                raise ParquetFormatError(f"its pages could not be decoded ({type(error).__name__}).") from None
+            with contextlib.ExitStack() as stack:
+                place = self._data(stack, seen.location, opened)
+                values, errors = _sampled_each(place, list(asked), dictionaries, footer, rows)
+            sampled |= values
+            for path, error in errors.items():
+                seen.not_scanned.append((".".join(path), error))
+                del asked[path]
         for seen_column in columns:
             path = seen_column.path
             verdict = judge(path, asked[path], sampled.get(path, {})) if path in asked else None
@@ -417,24 +432,13 @@ class _Scan:
                     (name, verdict, PLAINTEXT if is_plaintext else _key_text(key), wanted.get(name))
                 )
 
-    def _parquet_file(
-        self,
-        stack: contextlib.ExitStack,
-        location: FileLocation,
-        opened: OpenedFile | None,
-        dictionaries: list[str],
-    ) -> pq.ParquetFile:
-        source = stack.enter_context(open_source(location))
-        place: Any
+    def _data(self, stack: contextlib.ExitStack, location: FileLocation, opened: OpenedFile | None) -> Any:
+        """Return a file that reads as plain Parquet, for pyarrow."""
         if opened is not None and opened.is_encrypted:
+            source = stack.enter_context(open_source(location))
             view = PlainFile(opened, as_verified(opened, source), "error", self._cache)
-            place = stack.enter_context(PlainInput(view))
-        elif isinstance(source, ArrowSource):
-            place = source.file
-        else:
-            place = stack.enter_context(location.filesystem.open_input_file(location.path))
-        # Without the buffer, Arrow reads whole chunks.
-        return pq.ParquetFile(place, buffer_size=_READ_BYTES, pre_buffer=False, read_dictionary=dictionaries)
+            return stack.enter_context(PlainInput(view))
+        return stack.enter_context(location.filesystem.open_input_file(location.path))
 
 
 def _seen_columns(footer: Footer, opened: OpenedFile | None) -> tuple[KeyReference | None, list[SeenColumn]]:
@@ -583,6 +587,28 @@ def _is_out_of_question(path: ColumnPath, type_class: TypeClass, statistics: Seq
 def _spread(row_groups: int) -> list[int]:
     """Return the ordinals of some row groups: the first, one in the middle, and the last."""
     return sorted({0, row_groups // 2, row_groups - 1} if row_groups else set())[:_ROW_GROUPS]
+
+
+def _sampled_each(
+    place: Any, asked: list[ColumnPath], dictionaries: list[str], footer: Footer, rows: int
+) -> tuple[dict[ColumnPath, dict[Value, None]], dict[ColumnPath, Exception]]:
+    """Return some distinct values of columns, and the errors of columns that cannot be decoded."""
+    try:
+        # Without the buffer, Arrow reads whole chunks.
+        file = pq.ParquetFile(place, buffer_size=_READ_BYTES, pre_buffer=False, read_dictionary=dictionaries)
+        return _sampled(file, asked, footer, rows), {}
+    except (pa.ArrowException, KeytoolsError, OSError, ValueError) as error:
+        if len(asked) == 1:
+            is_ours = isinstance(error, KeytoolsError) or getattr(error, "errno", None) is not None
+            # Arrow's texts may quote values.
+            text = f"its pages could not be decoded ({type(error).__name__})."
+            return {}, {asked[0]: error if is_ours else ParquetFormatError(text)}
+    found, errors = {}, {}
+    for path in asked:
+        values, failed = _sampled_each(place, [path], dictionaries, footer, rows)
+        found.update(values)
+        errors.update(failed)
+    return found, errors
 
 
 def _sampled(

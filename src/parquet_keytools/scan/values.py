@@ -24,7 +24,7 @@ TypeClass = Literal["text", "number", "date", "other"]
 """What a column may hold; `other`, such as a boolean or a time of day, is never personal data here."""
 
 _FIRST = 40
-"""How many values are looked at before the others: most columns are none of the kinds."""
+"""How many values are checked for an identifier before the others: most columns have no identifier."""
 
 _LEAST_WITHOUT_NAME = 8
 """How many distinct values a verdict needs that no name supports."""
@@ -97,7 +97,7 @@ def _judged(
     ):
         return None
     needed = least_named if is_named or least is None else least
-    matching = _count(has_format, texts, needed)
+    matching = sum(map(has_format, texts))
     if matching < max(1 if is_named else 3, needed * len(texts)):
         return None
     if kind is Kind.IP_ADDRESS and not is_named and not _is_not_version(texts):
@@ -106,14 +106,6 @@ def _judged(
         return None
     by: Literal["values", "name and values"] = "name and values" if is_named else "values"
     return Verdict(kind, by, matching / len(texts), matching, len(texts))
-
-
-def _count(check: Callable[[str], bool], texts: Sequence[str], needed: float) -> int:
-    """Return how many texts pass; 0 as soon as the first ones are far from what is needed."""
-    first = sum(map(check, texts[:_FIRST]))
-    if first < needed * len(texts[:_FIRST]) / 3:
-        return 0
-    return first + sum(map(check, texts[_FIRST:]))
 
 
 def _text(value: Value, type_class: TypeClass) -> str:
@@ -183,10 +175,9 @@ def _is_phone(text: str) -> bool:
 
 def _are_written_as_phones(texts: Sequence[str]) -> bool:
     """Return whether texts are telephone numbers even if nothing else says so: by country codes, or separators."""
-    international = _count(_is_international, texts, 0.15)
-    if international >= 0.15 * len(texts):
+    if sum(map(_is_international, texts)) >= 0.15 * len(texts):
         return True
-    return _count(_has_separators, texts, 0.8) >= 0.8 * len(texts)
+    return sum(map(_has_separators, texts)) >= 0.8 * len(texts)
 
 
 def _is_international(text: str) -> bool:

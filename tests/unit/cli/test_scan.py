@@ -22,6 +22,8 @@ from scan_corpus import DEVELOPMENT, HELD_OUT, measure
 from unit.cli.conftest import CONFIGURATION, PROGRAM
 
 from parquet_keytools import Keytools
+from parquet_keytools.errors import KmsUnavailableError
+from parquet_keytools.kms.in_memory import InMemoryKms
 
 CANARY = "canary"
 MAILS = [f"{CANARY}.{number}@example.org" for number in range(40)]
@@ -137,7 +139,23 @@ def test_what_cannot_be_read_is_listed(run, config: Path, encrypted: Path, deny)
     }
     done = run("scan", encrypted)
     assert done.exit_code == 1 and "its footer is encrypted" in done.stderr
-    assert "0 findings in 1 file; the scan is incomplete." in done.stdout
+    assert "0 findings in 0 files; the scan is incomplete." in done.stdout
+
+
+def test_an_unreachable_kms_is_not_called_for_each_file(run, config: Path, encrypted: Path, monkeypatch) -> None:
+    for number in range(200):
+        shutil.copy(encrypted, encrypted.with_name(f"{number}.parquet"))
+    calls = []
+
+    def unwrap_many(self, requests):
+        calls.append(requests)
+        return [KmsUnavailableError("the KMS is down") for _ in requests]
+
+    monkeypatch.setattr(InMemoryKms, "unwrap_many", unwrap_many)
+    done = run("scan", encrypted.parent / "*.parquet", "--config", config)
+    assert done.exit_code == 3 and "the KMS is down" in done.stderr
+    # Some files are opened at a time.
+    assert len(calls) <= 8
 
 
 def test_nothing_to_find(run, tmp_path: Path) -> None:
@@ -197,8 +215,23 @@ def test_sample_0_reads_no_page(run, people: Path) -> None:
     assert set(findings_of(done)) == {"birth_date", "contact.email", "contact.phones.list.element", "first_name"}
     assert json.loads(done.stdout)["complete"]
     done = run("scan", path, "--json")
+    missed = json.loads(done.stdout)["not_scanned"]
+    assert done.exit_code == 1 and {entry["column"] for entry in missed} >= {"contact.email", "notes"}
+    assert all(entry["reason"].startswith("its pages could not be decoded") for entry in missed)
+
+
+def test_a_damaged_column_does_not_hide_the_others(run, people: Path) -> None:
+    path = people / "part-0.parquet"
+    chunk = pq.read_metadata(path).row_group(0).column(4)
+    assert chunk.path_in_schema == "notes"
+    data = bytearray(path.read_bytes())
+    data[chunk.dictionary_page_offset : chunk.dictionary_page_offset + chunk.total_compressed_size] = bytes(
+        chunk.total_compressed_size
+    )
+    path.write_bytes(data)
+    done = run("scan", path, "--json")
     (missed,) = json.loads(done.stdout)["not_scanned"]
-    assert missed["reason"].startswith("its pages could not be decoded")
+    assert missed["column"] == "notes" and "contact.email" in findings_of(done)
 
 
 def test_no_value_is_printed(run, people: Path, config: Path, encrypted: Path, tmp_path: Path, caplog) -> None:
@@ -210,6 +243,7 @@ def test_no_value_is_printed(run, people: Path, config: Path, encrypted: Path, t
         shutil.copy(people / "part-0.parquet", partition / f"{number}.parquet")
     broken = people / f"email={MAILS[0]}" / "broken.parquet"
     broken.write_bytes(b"PAR1" + MAILS[0].encode() * 9 + b"\x09\0\0\0PAR1")
+    (people / f"email={MAILS[2]}" / "notes.txt").write_text("not Parquet")
     damaged = bytearray((people / "part-0.parquet").read_bytes())
     damaged[100:160] = b"\xff" * 60
     (people / f"email={MAILS[1]}" / "damaged.parquet").write_bytes(damaged)
