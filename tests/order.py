@@ -60,6 +60,7 @@ LONGEST_FIRST: dict[str, str] = {
     "unit/tables/test_file_writer.py": "files written by Arrow",
     "unit/cli/test_processes.py": "worker processes",
     "unit/cli/test_main.py": "command line",
+    "unit/cli/test_scan.py": "scan",
     "unit/kms/test_keystore.py": "keystore",
     "unit/tables/test_call_counts.py": "number of calls",
     "packaging/test_iceberg_page.py": "page on Iceberg",

