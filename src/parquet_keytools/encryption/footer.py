@@ -341,14 +341,14 @@ class Footer:
 _PLAINTEXT, _COLUMN_META_DATA = ColumnEncryption.PLAINTEXT, ModuleType.COLUMN_META_DATA
 
 
-def read_envelope(source: ByteSource) -> FooterEnvelope:
-    """Read the footer of a file as far as it can be read without a key.
+def read_envelope(source: ByteSource, *, reads_head: bool = True) -> FooterEnvelope:
+    """Read the footer of a file as far as it can be read without a key; arguments as of `read_footer_bytes`.
 
     Raises:
         ParquetFormatError: It is not a Parquet file, or its footer is not what the format says.
         DraftFormatError: It follows a draft of the encryption specification.
     """
-    footer = read_footer_bytes(source)
+    footer = read_footer_bytes(source, reads_head=reads_head)
     with naming_file(source.path):
         return FooterEnvelope.of(footer, source.path)
 

@@ -26,10 +26,8 @@ MAGIC_LENGTH = 4
 TRAILER_LENGTH = 8
 """Length of the footer's length and the magic that end a file."""
 
-TAIL_LENGTH = 64 * 1024 - MAGIC_LENGTH
-"""How many bytes of the end of a file are read at once, in the hope that the footer is among them.
-
-With the magic that a file begins with, 64 KiB."""
+TAIL_LENGTH = 64 * 1024
+"""How many bytes of the end of a file are read at once, in the hope that the footer is among them."""
 
 MAX_SCHEMA_DEPTH = 256
 """How deep groups of a schema may nest; keeps the paths of all leaves proportional to the schema's bytes."""
@@ -122,8 +120,12 @@ class LeafColumn:
         return ".".join(self.path)
 
 
-def read_footer_bytes(source: ByteSource) -> FooterBytes:
+def read_footer_bytes(source: ByteSource, *, reads_head: bool = True) -> FooterBytes:
     """Read the footer of a file, from its tail, by one read, or two where the footer is long.
+
+    Args:
+        source: The file.
+        reads_head: Whether the magic at the beginning is read, too, and compared.
 
     Raises:
         ParquetFormatError: The file is too short, or not a Parquet file, or its footer does not fit into it, or is
@@ -140,9 +142,10 @@ def read_footer_bytes(source: ByteSource) -> FooterBytes:
         raise ParquetFormatError(
             "the file does not end with PAR1 or PARE: it is not a Parquet file, or was cut off.", path=path
         )
-    head = tail[:MAGIC_LENGTH] if tail_offset == 0 else source.read_at(0, MAGIC_LENGTH)
-    if bytes(head) != magic:
-        raise ParquetFormatError(f"the file ends with {magic.decode()} but does not begin with it.", path=path)
+    if reads_head:
+        head = tail[:MAGIC_LENGTH] if tail_offset == 0 else source.read_at(0, MAGIC_LENGTH)
+        if bytes(head) != magic:
+            raise ParquetFormatError(f"the file ends with {magic.decode()} but does not begin with it.", path=path)
     trailer = tail[-TRAILER_LENGTH:]
     (length,) = struct.unpack("<I", trailer[:-MAGIC_LENGTH])
     offset = size - TRAILER_LENGTH - length

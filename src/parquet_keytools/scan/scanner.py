@@ -202,6 +202,15 @@ class _Seen:
     not_scanned: list[tuple[str | None, Exception]] = field(default_factory=list)
 
 
+@dataclass
+class _Partition:
+    """The values that names of folders give to a column."""
+
+    values: dict[Value, None] = field(default_factory=dict)
+    files: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
 class _Scan:
     def __init__(self, keys: KeyService | None, table_name: str | None, sample: int) -> None:
         self._keys = keys
@@ -218,7 +227,7 @@ class _Scan:
         self._found: dict[tuple[object, ...], Finding] = {}
         self._missed: dict[tuple[str | None, str], NotScanned] = {}
         self._pending: deque[Future[_Seen]] = deque()
-        self._partitions: dict[tuple[str, str], tuple[dict[str, None], list[str]]] = {}
+        self._partitions: dict[tuple[str, str], _Partition] = {}
 
     def run(self, location: FileLocation, on_file: Callable[[object], None]) -> ScanReport:
         report = self._report
@@ -273,18 +282,26 @@ class _Scan:
         self._report.files += all(column is not None for column, _ in seen.not_scanned)
         folder = _data_set_of(path)
         for column, verdict, protection, expected in seen.columns:
-            self._note(folder, column, verdict, protection, expected, path)
+            self._note(folder, column, verdict, protection, expected, [path])
         for missed_column, error in seen.not_scanned:
             self._miss(path, missed_column, error)
         for name, folder_name in names_in_folders(seen.location.path).items():
-            values, examples = self._partitions.setdefault((folder, name), ({}, []))
-            if len(values) < max(self._sample, 1):
-                values[unquote(folder_name.partition("=")[2])] = None
-            if len(examples) < EXAMPLES:
-                examples.append(path)
+            partition = self._partitions.setdefault((folder, name), _Partition())
+            partition.files += 1
+            if len(partition.values) < max(self._sample, 1):
+                partition.values[unquote(folder_name.partition("=")[2])] = None
+            if len(partition.examples) < EXAMPLES:
+                partition.examples.append(path)
 
     def _note(
-        self, folder: str, column: str, verdict: Verdict, protection: str, expected: str | None, *paths: str
+        self,
+        folder: str,
+        column: str,
+        verdict: Verdict,
+        protection: str,
+        expected: str | None,
+        paths: list[str],
+        files: int = 1,
     ) -> None:
         key = (folder, column, verdict.kind, protection, expected)
         finding = self._found.get(key)
@@ -294,7 +311,7 @@ class _Scan:
             )
         finding.matching += verdict.matching
         finding.values += verdict.values
-        finding.files += len(paths)
+        finding.files += files
         finding.examples += paths[: EXAMPLES - len(finding.examples)]
 
     def _miss(self, path: str, column: str | None, error: Exception) -> None:
@@ -307,10 +324,10 @@ class _Scan:
             missed.examples.append(path)
 
     def _judge_partitions(self) -> None:
-        for (folder, name), (values, examples) in self._partitions.items():
-            verdict = judge((name,), "text", values)
+        for (folder, name), partition in self._partitions.items():
+            verdict = judge((name,), "text", partition.values)
             if verdict is not None:
-                self._note(folder, name, verdict, FOLDER_NAMES, None, *examples)
+                self._note(folder, name, verdict, FOLDER_NAMES, None, partition.examples, partition.files)
 
     def _mask_values_in_paths(self) -> None:
         """Take values out of paths: names of folders such as `email=...` are values of a column."""
@@ -361,7 +378,8 @@ class _Scan:
         keys = self._keys
         if keys is None or self._kms_failure is not None:
             with open_source(location) as source:
-                envelope = read_envelope(source)
+                # One request for each file, and not two.
+                envelope = read_envelope(source, reads_head=False)
             footer = envelope.unverified_footer()
             if self._kms_failure is not None and envelope.mode is not FooterMode.UNENCRYPTED:
                 raise self._kms_failure

@@ -264,6 +264,7 @@ def test_no_value_is_printed(run, people: Path, config: Path, encrypted: Path, t
     document = json.loads(run("scan", people, "--json").stdout)
     (partition,) = [found for found in document["findings"] if found["protection"] == "names of folders"]
     assert (partition["column"], partition["kind"], partition["share"]) == ("email", "email", 1.0)
+    assert partition["files"] >= 12
     assert all("/email=.../" in example for example in partition["examples"])
     for output in (*outputs, caplog.text):
         assert CANARY not in output.lower().replace("test_no_value", "")
