@@ -426,10 +426,9 @@ def main() -> None:
     print("| half | kind | found | missed | wrong | recall | precision |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     rows = [(half, kind, score) for (half, kind), score in sorted(measured.kinds.items())]
-    rows += [
-        (half, f"all, of {measured.columns[half]:,} columns", measured.totals[half]) for half in measured.totals
-    ]
-    for half, kind, score in rows:
+    for half, total in measured.totals.items():
+        rows.append((half, f"all, of {measured.columns[half]:,} columns", total))
+    for half, kind, score in sorted(rows, key=lambda row: row[0]):
         print(
             f"| {half} | {kind} | {score.found} | {score.missed} | {score.wrong} | {score.recall:.3f} "
             f"| {score.precision:.3f} |"

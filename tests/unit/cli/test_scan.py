@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -444,6 +445,12 @@ def test_a_folder_without_parquet_files(run, tmp_path: Path) -> None:
     done = run("scan", tmp_path)
     assert done.exit_code == 1 and "Parquet" in done.stderr
     assert run("scan", tmp_path / "none.parquet").exit_code == 2
+
+
+def test_a_missing_package_is_named(run, people: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "phonenumbers", None)
+    done = run("scan", people)
+    assert done.exit_code == 2 and "phonenumbers is not installed. Install" in done.stderr
 
 
 def test_a_hook_for_pre_commit() -> None:
