@@ -37,18 +37,19 @@ class Verdict:
     Attributes:
         kind: The kind.
         by: What says so.
-        share: Share of the distinct sampled values that have the format; None if only the name says so.
-        matching: Number of these values.
-        values: Number of distinct sampled values.
+        matching: How many of the distinct sampled values have the format.
+        values: Number of distinct sampled values; 0 if only the name says so.
         detail: Which national identifiers, such as `pl.pesel`.
     """
 
     kind: Kind
     by: Literal["name", "values", "name and values"]
-    share: float | None = None
     matching: int = 0
     values: int = 0
     detail: str = ""
+
+
+_BY: dict[bool, Literal["values", "name and values"]] = {False: "values", True: "name and values"}
 
 
 def judge(path: tuple[str, ...], type_class: TypeClass, values: Collection[Value]) -> Verdict | None:
@@ -92,9 +93,7 @@ def _judged(
     has_format, least, least_named = _FORMATS[kind]
     if not is_named and (least is None or len(texts) < _LEAST_WITHOUT_NAME):
         return None
-    if type_class == "number" and kind not in (
-        (Kind.PHONE, Kind.CARD_NUMBER) if is_named else (Kind.CARD_NUMBER,)
-    ):
+    if type_class == "number" and kind is not Kind.CARD_NUMBER and not (is_named and kind is Kind.PHONE):
         return None
     needed = least_named if is_named or least is None else least
     matching = sum(map(has_format, texts))
@@ -104,8 +103,7 @@ def _judged(
         return None
     if kind is Kind.PHONE and not is_named and not _are_written_as_phones(texts):
         return None
-    by: Literal["values", "name and values"] = "name and values" if is_named else "values"
-    return Verdict(kind, by, matching / len(texts), matching, len(texts))
+    return Verdict(kind, _BY[is_named], matching, len(texts))
 
 
 def _text(value: Value, type_class: TypeClass) -> str:
@@ -232,7 +230,7 @@ def _birth(sample: Sequence[Value]) -> Verdict | None:
     matching = sum(year is not None and latest - 130 <= year <= latest for year in years)
     if matching < max(1, 0.9 * len(years)):
         return None
-    return Verdict(Kind.DATE_OF_BIRTH, "name and values", matching / len(years), matching, len(years))
+    return Verdict(Kind.DATE_OF_BIRTH, "name and values", matching, len(years))
 
 
 def _year(value: Value) -> int | None:
@@ -337,7 +335,10 @@ def _national(texts: Sequence[str], type_class: TypeClass, is_named: bool, is_be
         needed = _LEAST_NAMED if is_named else _LEAST_STRONG
         if not is_named and not identifier.is_strong and identifier.written is None:
             continue
-        passed = _passed(identifier, texts, compact, needed, is_named, type_class == "number")
+        # The United States' number has no check digits: any nine digits would do under a name such as `pan`.
+        needs_separators = not is_named or (not is_believed and identifier.module == "us.ssn")
+        fills = is_named and type_class == "number"
+        passed = _passed(identifier, texts, compact, needed, needs_separators=needs_separators, fills=fills)
         if passed >= needed * len(texts) and passed > matching:
             best, matching = identifier.module or "gb.nino", passed
     if not matching and is_believed:
@@ -346,8 +347,7 @@ def _national(texts: Sequence[str], type_class: TypeClass, is_named: bool, is_be
             return None
     if matching < (1 if is_named else 3):
         return None
-    by: Literal["values", "name and values"] = "name and values" if is_named else "values"
-    return Verdict(Kind.NATIONAL_ID, by, matching / len(texts), matching, len(texts), best)
+    return Verdict(Kind.NATIONAL_ID, _BY[is_named], matching, len(texts), best)
 
 
 def _passed(
@@ -355,21 +355,24 @@ def _passed(
     texts: Sequence[str],
     compact: Sequence[str],
     needed: float,
-    is_named: bool,
-    is_number: bool,
+    *,
+    needs_separators: bool,
+    fills: bool,
 ) -> int:
+    """Return how many texts are such an identifier; 0 as soon as the first ones are far from what is needed."""
     valid = _validator(identifier.module)
     length = identifier.length
 
     def passes(position: int) -> bool:
         number = compact[position]
-        if is_number and is_named and length - 2 <= len(number) < length:
+        if fills and length - 2 <= len(number) < length:
             number = number.zfill(length)  # Numbers have lost their leading zeros.
         if identifier.shape.fullmatch(number) is None:
             return False
-        if not is_named and identifier.written and identifier.written.fullmatch(texts[position]) is None:
-            return False
-        return valid(number if identifier.written is None else texts[position])
+        if identifier.written is None:
+            return valid(number)
+        is_written = identifier.written.fullmatch(texts[position]) is not None
+        return (is_written or not needs_separators) and valid(texts[position] if is_written else number)
 
     count = len(texts)
     first = sum(map(passes, range(min(_FIRST, count))))

@@ -175,6 +175,7 @@ def test_nothing_to_find(run, tmp_path: Path) -> None:
             "birth_country": ["France" if row % 2 else "Chile" for row in rows],
             "remote": ["git@github.com:someone/something.git" for _ in rows],
             "name": ["Airline" for _ in rows],
+            "pan": [f"{draw.randrange(10**9):09}" for _ in rows],
         }
     )
     pq.write_table(table, tmp_path / "plain.parquet")
