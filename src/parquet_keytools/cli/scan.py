@@ -139,7 +139,6 @@ class _Remedies:
     """Says which line of a configuration would protect a column."""
 
     def __init__(self, configuration: Configuration | None, table_name: str | None) -> None:
-        self._configuration = configuration
         self._table: tuple[str, TableSettings] | None = None
         if configuration is not None and (table_name is not None or len(configuration.tables) == 1):
             self._table = configuration.select_table(table_name)
