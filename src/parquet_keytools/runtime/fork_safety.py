@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 import weakref
@@ -86,6 +85,9 @@ def someone_waiting(waits: bool = True) -> Iterator[None]:
         SharedWork.someone_waits = former
 
 
+_inherited: list[object] = []
+"""Objects of the parent that a child may neither use nor destroy: some SDKs hang when they clean up there."""
+
 _begun: weakref.WeakSet[object] = weakref.WeakSet()
 
 
@@ -94,16 +96,7 @@ def leave_to_parent(writer: object) -> None:
     _begun.add(writer)
 
 
-def _keep_for_ever() -> None:
-    for writer in _begun:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(writer))
-
-
-register_at_fork(after_in_child=_keep_for_ever)
-
-
-_inherited: list[object] = []
-"""Objects of the parent that a child may neither use nor destroy: some SDKs hang when they clean up there."""
+register_at_fork(after_in_child=lambda: _inherited.extend(_begun))
 
 
 class PerProcess(Generic[T]):

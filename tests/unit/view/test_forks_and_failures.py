@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +127,34 @@ def test_a_child_leaves_the_writer_of_its_parent(tmp_path: Path, way: str) -> No
         other.write(TABLE)
     assert (tmp_path / "x.parquet").stat().st_size == (tmp_path / "y.parquet").stat().st_size
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.parquet", "y.parquet"]
+
+
+_PROGRAM = """
+import os, sys
+import test_forks_and_failures as case
+
+keytools = case.tools()
+writer = keytools.writer(sys.argv[1], case.TABLE.schema)
+writer.write(case.TABLE)
+child = os.fork()
+if not child:
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+writer.write(case.TABLE)
+writer.close()
+print(os.path.getsize(sys.argv[1]))
+"""
+
+
+def test_a_child_that_ends_as_a_script_does_leaves_the_file_of_its_parent(tmp_path: Path) -> None:
+    """At its end, Python destroys all objects of the child."""
+    command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "x.parquet")]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with tools().writer(tmp_path / "y.parquet", TABLE.schema) as other:
+        other.write(TABLE)
+        other.write(TABLE)
+    assert int(done.stdout) == (tmp_path / "y.parquet").stat().st_size
 
 
 def writers(keytools: Keytools, path: Path) -> list[Callable[[], Any]]:
