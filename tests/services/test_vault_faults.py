@@ -601,7 +601,7 @@ def resident_megabytes() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def test_ten_thousand_wraps_and_unwraps_from_32_threads(openbao: OpenBao, token: str) -> None:
+def test_thousands_of_wraps_and_unwraps_from_32_threads(openbao: OpenBao, token: str) -> None:
     names = [openbao.create_key() for _ in range(3)]
     before = open_sockets(openbao)
     settings = {"url": openbao.url, "token": token}
@@ -622,13 +622,13 @@ def test_ten_thousand_wraps_and_unwraps_from_32_threads(openbao: OpenBao, token:
             list(threads.map(single, range(200)))
             gc.collect()
             warm = resident_megabytes()
-            list(threads.map(single, range(2_300)))
-            list(threads.map(many, range(100)))
+            list(threads.map(single, range(300)))
+            list(threads.map(many, range(40)))
             assert 0 < open_sockets(openbao) - before <= 2 * kms.limits.max_concurrent_calls
             gc.collect()
             grown = resident_megabytes() - warm
         counts = kms.call_counts
-    assert counts["wrap"] + counts["unwrap"] == 10_000
+    assert counts["wrap"] + counts["unwrap"] == 3_000
     assert grown < 40
     gc.collect()
     assert open_sockets(openbao) <= before + 2

@@ -191,7 +191,7 @@ def killed(place: Place, crasher: Crasher, whole: Ended, offset: int) -> None:
     """The process ends at a call, or after half of a write."""
     points = [(number, "kill") for number in range(1, len(whole.calls) + 1)]
     points += [(number, "torn") for number, (name, _) in enumerate(whole.calls, 1) if name in WRITES]
-    for point, mode in sample(points, 36, 5 * offset):
+    for point, mode in sample(points, 60, 5 * offset):
         folder = place.copy()
         ended = crasher.run(replace(place.job(folder), point=point, mode=mode))
         assert ended.killed, (point, mode, ended)
@@ -208,7 +208,7 @@ def killed(place: Place, crasher: Crasher, whole: Ended, offset: int) -> None:
 
 def without_space(place: Place, crasher: Crasher, whole: Ended, offset: int) -> None:
     """The disk is full from a call on."""
-    for point in sample(range(1, len(whole.calls) + 1), 50, 7 * offset):
+    for point in sample(range(1, len(whole.calls) + 1), 80, 7 * offset):
         folder = place.copy()
         before = tree_digest(folder)
         ended = crasher.run(replace(place.job(folder), point=point, mode="no_space"))
@@ -281,7 +281,7 @@ def test_a_command_on_a_full_disk(tmp_path: Path, crasher: Crasher, command: str
     assert (whole.status, whole.error) == (0, None), whole
     expected = names(Path(first.folder))
     points = range(1, len(whole.calls) + 1)
-    for point in sample(points, 40, 5 * list(COMMANDS).index(command)):
+    for point in sample(points, 60, 5 * list(COMMANDS).index(command)):
         asked = job(point)
         folder = Path(asked.folder)
         ended = crasher.run(asked)

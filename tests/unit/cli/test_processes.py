@@ -91,7 +91,6 @@ def test_commands_say_the_same(run, config: Path, many: Path, tmp_path: Path, ta
         for command, status in (
             (("encrypt", many, encrypted), 1),
             (("encrypt", many, encrypted, "--skip-existing", "--json"), 1),
-            (("verify", encrypted), 0),
             (("verify", encrypted, "--json"), 0),
             (("decrypt", encrypted, decrypted, "--mode", "640", "--json"), 0),
             (("rekey", encrypted, rekeyed), 0),

@@ -89,7 +89,7 @@ def test_reports_are_the_same(tmp_path: Path, key_material: str) -> None:
     """With a damaged file in the middle, a plaintext one, and a link that leads nowhere."""
     tools = Keytools.from_yaml(write_config(tmp_path, key_material))
     said = {}
-    for processes in (1, 2, 3):
+    for processes in (1, 3):
         root = write_files(tools, tmp_path / f"with {processes}")
         damaged = root / "year=1" / "3.parquet"
         content = bytearray(damaged.read_bytes())
@@ -116,12 +116,11 @@ def test_reports_are_the_same(tmp_path: Path, key_material: str) -> None:
         if key_material == "internal":
             assert tools.verify_folder(root).conforms
     assert said[1][1][RotationOutcome.REKEYED] == FILES - 1
-    assert sorted(said[1][0], key=str) == sorted(said[2][0], key=str) == sorted(said[3][0], key=str)
-    assert said[1][1:] == said[2][1:] == said[3][1:]
+    assert sorted(said[1][0], key=str) == sorted(said[3][0], key=str)
+    assert said[1][1:] == said[3][1:]
     # What cannot be looked into comes when it is met, and files in their order.
-    for processes in (2, 3):
-        ours, theirs = ([file for file in said[n][0] if file[0].name != "1.parquet"] for n in (processes, 1))
-        assert ours == theirs
+    ours, theirs = ([file for file in said[n][0] if file[0].name != "1.parquet"] for n in (3, 1))
+    assert ours == theirs
 
 
 def test_large_files_stay_here(tools: Keytools, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
