@@ -84,6 +84,17 @@ class RunOptions:
     on_left_out: Callable[[LeftOut], None] = lambda _: None
 
 
+@dataclass(frozen=True)
+class InPlaceRequest:
+    """What a user asks for when files are encrypted or re-keyed in place; see `Keytools.encrypt_in_place`."""
+
+    table_name: str | None = None
+    keep_results: bool = True
+    on_file: OnFile | None = None
+    on_progress: Callable[[int], None] | None = None
+    follow_links: bool = False
+
+
 class FileChange(ABC):
     """The change of files in a run: their keys are re-wrapped, or they are encrypted with new keys."""
 
@@ -223,6 +234,22 @@ def files_of(
             on_unseen(entry)
         else:
             on_left_out(entry)
+
+
+def change_each_file(
+    path: FileLocation, change: ChangeFile, request: InPlaceRequest, *, raises_failures: bool
+) -> RotationReport:
+    """Change a file, or each Parquet file under a folder on its own; errors as with `change_data_set`."""
+    report = RotationReport()
+    options = RunOptions(
+        keep_results=request.keep_results,
+        on_file=request.on_file,
+        raises_failures=raises_failures,
+        follow_links=request.follow_links,
+        on_left_out=report.skipped.append,
+    )
+    change_data_set(path, EachFile(change), report, options)
+    return report
 
 
 def change_data_set(path: FileLocation, change: FileChange, report: RotationReport, options: RunOptions) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from parquet_keytools.config.key_policy import HOW_TO_DECIDE, undecided_columns
@@ -20,7 +19,7 @@ from parquet_keytools.files.conversion import Contents, encrypted_contents, poli
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.replacement import NewKeyMaterial, replacement
 from parquet_keytools.files.table_check import names_in_folders
-from parquet_keytools.rotation.data_set_run import EachFile, OnFile, RunOptions, change_data_set
+from parquet_keytools.rotation.data_set_run import InPlaceRequest, change_each_file
 from parquet_keytools.rotation.file_keys import check_unchanged, read_tail
 from parquet_keytools.rotation.rekeying import check_rekeyed, refuse_two_names
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
@@ -29,37 +28,16 @@ from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import file_or_folder
 
 
-@dataclass(frozen=True)
-class EncryptRequest:
-    """Arguments of `Keytools.encrypt_in_place`."""
-
-    table_name: str | None = None
-    keep_results: bool = True
-    on_file: OnFile | None = None
-    on_progress: Callable[[int], None] | None = None
-    follow_links: bool = False
-
-
-def encrypt_data_set(keys: KeyService, path: FileLocation, request: EncryptRequest) -> RotationReport:
+def encrypt_data_set(keys: KeyService, path: FileLocation, request: InPlaceRequest) -> RotationReport:
     """Encrypt a file in place, or all Parquet files under a folder; see `Keytools.encrypt_in_place`."""
     table_name, _ = keys.configuration.select_table(request.table_name)
-    is_folder = not file_or_folder(path).is_file
-    report = RotationReport()
     # Worker processes get a pickled copy.
     encrypting = _Encrypting(keys, replace(request, table_name=table_name, on_file=None))
-    options = RunOptions(
-        keep_results=request.keep_results,
-        on_file=request.on_file,
-        raises_failures=not is_folder,
-        follow_links=request.follow_links,
-        on_left_out=report.skipped.append,
-    )
-    change_data_set(path, EachFile(encrypting.encrypt), report, options)
-    return report
+    return change_each_file(path, encrypting.encrypt, request, raises_failures=file_or_folder(path).is_file)
 
 
 class _Encrypting:
-    def __init__(self, keys: KeyService, request: EncryptRequest) -> None:
+    def __init__(self, keys: KeyService, request: InPlaceRequest) -> None:
         self._keys = keys
         self._request = request
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_mate
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.keys.key_material import DataKeyId, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KmsKeys
-from parquet_keytools.rotation.data_set_run import EachFile, OnFile, RunOptions, change_data_set
+from parquet_keytools.rotation.data_set_run import InPlaceRequest, change_each_file
 from parquet_keytools.rotation.file_keys import check_unchanged, read_tail
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.tail import REFUSED_HINT, proving
@@ -81,22 +80,17 @@ def _content(footer: Footer) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class RekeyRequest:
+class RekeyRequest(InPlaceRequest):
     """Arguments of `Keytools.rekey_in_place`.
 
     Attributes:
         as_before: Whether files keep their AAD prefix, and encrypted columns stay encrypted.
     """
 
-    table_name: str | None = None
     new_table_name: str | None = None
     aad_prefix: str | bytes | None = None
     as_before: bool = True
     verify: bool = True
-    keep_results: bool = True
-    on_file: OnFile | None = None
-    on_progress: Callable[[int], None] | None = None
-    follow_links: bool = False
 
 
 def rekey_data_set(
@@ -109,23 +103,14 @@ def rekey_data_set(
         ConfigurationError: The table does not exist, or no table is named and there are several.
         KeytoolsError: The file failed. For a folder, the report lists files that failed.
     """
-    is_folder = not file_or_folder(path).is_file
+    is_file = file_or_folder(path).is_file
     keys.configuration.table_of_files(request.table_name)
     new_keys.configuration.select_table(request.new_table_name)
     # A KEK that leaked may be in the cache.
     keys.clear_caches()
     new_keys.clear_caches()
-    report = RotationReport()
-    rekeying = _Rekeying(keys, new_keys, request, raises_not_encrypted=not is_folder)
-    options = RunOptions(
-        keep_results=request.keep_results,
-        on_file=request.on_file,
-        raises_failures=not is_folder,
-        follow_links=request.follow_links,
-        on_left_out=report.skipped.append,
-    )
-    change_data_set(path, EachFile(rekeying.rekey), report, options)
-    return report
+    rekeying = _Rekeying(keys, new_keys, request, raises_not_encrypted=is_file)
+    return change_each_file(path, rekeying.rekey, request, raises_failures=is_file)
 
 
 class _Rekeying:

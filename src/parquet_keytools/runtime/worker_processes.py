@@ -28,6 +28,7 @@ from functools import partial
 from logging.handlers import QueueHandler
 from multiprocessing.managers import BaseManager, DictProxy
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
 from parquet_keytools.errors import KeytoolsError, WorkerProcessEndedError, kms_failure, without_frames
@@ -298,6 +299,8 @@ def _starting_processes() -> Iterator[None]:
 class _Tables(BaseManager):
     """Serves dictionaries of this process to worker processes."""
 
+    table: Callable[[dict[Any, Any]], Any]
+
 
 _Tables.register("table", dict, DictProxy)
 
@@ -329,7 +332,7 @@ def shared_with_workers(table: MutableMapping[K, V]) -> MutableMapping[K, V] | N
         threading.Thread(target=server.serve_forever, name="parquet-keytools-tables", daemon=True).start()
         serving.append(_Tables(server.address, authkey=bytes(multiprocessing.current_process().authkey)))
         serving[0].connect()
-    shared: MutableMapping[K, V] = serving[0].table(dict(table))  # type: ignore[attr-defined]
+    shared: MutableMapping[K, V] = serving[0].table(dict(table))
     return shared
 
 
@@ -345,18 +348,6 @@ class _Answer(Generic[R]):
     warnings: Sequence[tuple[str, type[Warning]]] = ()
 
 
-class _Said(list[Any]):
-    """Log records or warnings for the parent; serves a `QueueHandler` as its queue."""
-
-    put_nowait = list.append
-
-    def taken(self) -> list[Any]:
-        """Return and forget them."""
-        said = self[:]
-        self.clear()
-        return said
-
-
 class _Worker:
     """The state of a worker process, which works on one task at a time."""
 
@@ -364,8 +355,8 @@ class _Worker:
     prepare: Callable[[list[Any]], None] | None
     failure: KeytoolsError | None = None
     pool: ThreadPoolExecutor
-    records = _Said()
-    warnings = _Said()
+    records: SimpleQueue[Any] = SimpleQueue()
+    warnings: SimpleQueue[tuple[str, type[Warning]]] = SimpleQueue()
 
 
 def _begin(pickled: bytes, processes: int, threads: int, levels: Mapping[str, int]) -> None:
@@ -374,10 +365,10 @@ def _begin(pickled: bytes, processes: int, threads: int, levels: Mapping[str, in
     # Only the parent writes answers.
     sys.stdout = sys.stderr
     SharedWork.processes, SharedWork.someone_waits = processes, True
-    logging.getLogger().addHandler(QueueHandler(_Worker.records))  # type: ignore[arg-type]
+    logging.getLogger().addHandler(QueueHandler(_Worker.records))
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-    warnings.showwarning = lambda message, category, *_: _Worker.warnings.append((str(message), category))
+    warnings.showwarning = lambda message, category, *_: _Worker.warnings.put((str(message), category))
     _Worker.pool = ThreadPoolExecutor(threads)
     try:
         _Worker.function, _Worker.prepare = pickle.loads(pickled)  # noqa: S301 - of the parent
@@ -403,7 +394,12 @@ def _call(files: list[Any]) -> _Answer[Any]:
     if _Worker.prepare is not None:
         _Worker.prepare(files)
     outcomes = _Worker.pool.map(partial(_outcome, _Worker.function), files)
-    return _Answer(list(map(_portable, outcomes)), _Worker.records.taken(), _Worker.warnings.taken())
+    return _Answer(list(map(_portable, outcomes)), _said(_Worker.records), _said(_Worker.warnings))
+
+
+def _said(queue: SimpleQueue[T]) -> list[T]:
+    """Take what this process has for the parent so far."""
+    return [queue.get() for _ in range(queue.qsize())]
 
 
 def _call_here(function: Callable[[T], R], files: list[T]) -> _Answer[R]:
