@@ -159,6 +159,19 @@ def _dictionary_type(header: PageHeader) -> None:
     header.dictionary_page_header = inner
 
 
+def _index_page(r: int, c: int, pages: list[PlainPage]) -> list[PlainPage]:
+    if (r, c) != (0, _ID):
+        return pages
+    header = PageHeader()
+    header.type, header.uncompressed_page_size, header.compressed_page_size = PageHeader.INDEX_PAGE, 4, 4
+    header.struct.set_entry(_INDEX_PAGE_HEADER, (WireType.STRUCT, Struct({})))
+    return [pages[0], PlainPage(header, b"page"), *pages[1:]]
+
+
+_INDEX_PAGE_HEADER = 6
+"""Field of PageHeader."""
+
+
 def _flip_crc(header: PageHeader) -> None:
     assert header.crc is not None
     header.crc ^= 1
@@ -462,6 +475,23 @@ def _folder_vectors() -> Iterator[Vector]:
     nested = part(1, 2011, nested=True)
     nested.recipe.columns[3] = nested.recipe.columns[0]
     yield folder("same-columns", {"a.parquet": part(0, 2012), "b.parquet": nested})
+
+
+def more_breaking_vectors() -> Iterator[Vector]:
+    """Yield vectors that break a rule in a second way, which a reader may check in another place."""
+
+    def page(name: str, title: str, made: Recipe) -> Vector:
+        files = {f"{name}.parquet": SealedFile(made)}
+        return Vector(f"broken/{name}.parquet", title, files, frozenset({"page-type"}), "page-type")
+
+    first = _on_header((DATA_PAGE, 0, _ID, 0), _dictionary_type)
+    title = "The first page of a chunk is a data page by its modules, and a dictionary page by its header"
+    yield page("page-type-of-first-page", title, recipe(3001, page_header=first))
+    second = _on_header((DATA_PAGE, 0, _ID, 1), _dictionary_type)
+    made = recipe(3002, page_header=second, columns={_NAME: base_columns()[_NAME]})
+    yield page("dictionary-behind-data", "A dictionary page behind a data page of a plaintext column", made)
+    title = "An index page between data pages, which does not count as one of them"
+    yield page("index-page", title, recipe(3003, pages=_index_page))
 
 
 def _title(rule_id: str) -> str:

@@ -46,6 +46,10 @@ class PlainPage:
     def is_dictionary(self) -> bool:
         return self.header.type == PageHeader.DICTIONARY_PAGE
 
+    @property
+    def is_index(self) -> bool:
+        return self.header.type == PageHeader.INDEX_PAGE
+
 
 @dataclass
 class PlainChunk:

@@ -215,7 +215,7 @@ class Sealer:
             stored_header = self._stored((place[0] + 2, *place[1:]), header.serialise(), key)
             if page.is_dictionary:
                 metadata.dictionary_page_offset = len(out)
-            else:
+            elif not page.is_index:
                 places.append((len(out), len(stored_header) + len(stored)))
             out += stored_header + stored
         metadata.data_page_offset = places[0][0] if places else len(out)

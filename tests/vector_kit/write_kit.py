@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parquet_keytools.conformance.report import RULES
-from vector_kit.breaches import breaking_vectors
+from vector_kit.breaches import breaking_vectors, more_breaking_vectors
 from vector_kit.good_files import good_vectors
 from vector_kit.vector import MASTER_KEYS, Vector, data_key
 
@@ -47,6 +47,7 @@ def all_vectors() -> Iterator[Vector]:
     """Yield all vectors."""
     yield from good_vectors()
     yield from breaking_vectors()
+    yield from more_breaking_vectors()
 
 
 def data_keys() -> dict[str, bytes]:
