@@ -24,6 +24,9 @@ from parquet_keytools.view.plain_file import PlainFile, open_plain_file
 WAYS = list(
     itertools.product(("AES_GCM_V1", "AES_GCM_CTR_V1"), (False, True), ("footer key", "column key", "one column"))
 )
+if not SOAK:
+    # Each two of algorithm, footer and layout are together.
+    WAYS = [way for number, way in enumerate(WAYS) if (number // 6 + number // 3 + number % 3) % 2 == 0]
 
 
 def read(data: bytes) -> pa.Table | str:
