@@ -49,7 +49,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def settings(folder: Path, *arguments: str) -> str:
     """Call the command in a process: it starts Spark to read SQL."""
     command = [sys.executable, "-m", "parquet_keytools", "spark", "settings", "--config", "c.yaml"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=folder, timeout=400)
+    environment = os.environ | {"SPARK_SUBMIT_OPTS": JAVA_OPTIONS}
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=400
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -18,6 +18,7 @@ import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from soak import SOAK
 from unit.serve.serving import opened_by, said
 from view_case import ViewCase
 
@@ -233,7 +234,10 @@ def test_the_search_finds_what_may_be_read(case: ViewCase) -> None:
     ("denied_columns", "denied"),
     [
         *((name, ("secret",)) for name in ("error", "hide", "null", "hash")),
-        *((name, ("secret", "footer")) for name in ("error", "hide", "null", "hash")),
+        *(
+            (name, ("secret", "footer"))
+            for name in (("error", "hide", "null", "hash") if SOAK else ("error", "hash"))
+        ),
         # Who may have the keys, and shall not see the values.
         ("hash", ()),
         ("hash", ("hashing",)),
