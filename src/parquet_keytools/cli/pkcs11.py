@@ -101,10 +101,17 @@ def list_keys(config: ConfigOption, as_json: JsonOption = False, wide: WideOptio
 def _kms(config: Path) -> Pkcs11Kms:
     from parquet_keytools.config.loader import load_configuration
     from parquet_keytools.errors import ConfigurationError
+    from parquet_keytools.kms.named import kmss_of
     from parquet_keytools.kms.registry import make_client
 
     configuration = load_configuration(config)
-    if configuration.kms is None or configuration.kms.type != "pkcs11":
-        raise ConfigurationError("the KMS of this configuration is not of the type pkcs11.", file=str(config))
-    kms = make_client(configuration.kms, configuration.folder)
+    tokens = [settings for settings in kmss_of(configuration.kms) if settings.type == "pkcs11"]
+    if len(tokens) != 1:
+        many = f"{len(tokens)} KMSs" if tokens else "no KMS"
+        raise ConfigurationError(
+            f"this configuration has {many} of the type pkcs11.",
+            file=str(config),
+            hint="Name a configuration with one token.",
+        )
+    kms = make_client(tokens[0], configuration.folder)
     return cast("Pkcs11Kms", kms)

@@ -1,7 +1,8 @@
-"""Files under master keys in an HSM: both writers, and every reader that can use our keys."""
+"""Files under master keys in an HSM and in Azure: both writers, and every reader that can use our keys."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,28 +10,43 @@ from typing import Any
 import duckdb
 import pyarrow.parquet as pq
 import pytest
+from azure_fake import fake_vault
 from engines.sample import FLAT_COLUMNS, TABLE
 from softhsm import SoftHsm, needs_softhsm
 
 from parquet_keytools import Keytools
 from parquet_keytools.kms.pkcs11 import Pkcs11Kms, Pkcs11Settings
 
-pytestmark = needs_softhsm
-
 FLAT = TABLE.select(FLAT_COLUMNS)
 
 
-@pytest.fixture
-def keytools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keytools]:
-    settings = SoftHsm(tmp_path, monkeypatch).settings()
+def hsm(folder: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """SoftHSM, through PKCS#11."""
+    settings = SoftHsm(folder, monkeypatch).settings()
     with Pkcs11Kms(Pkcs11Settings.model_validate(settings)) as kms:
         for name in ("footer", "pii"):
             kms.create_key(name)
-    table = {"footer_key": "footer", "column_keys": {"pii": FLAT_COLUMNS[:1]}, "unlisted_columns": "plaintext"}
-    tables = {"arrow": table, "module": table | {"aad_prefix": "{file_name}"}}
-    keytools = Keytools.from_mapping({"version": 1, "kms": settings, "tables": tables})
-    yield keytools
-    keytools.close()
+    return settings
+
+
+def azure(folder: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """A fake of Azure Key Vault, with an RSA key and a key of a Managed HSM."""
+    vault = stack.enter_context(fake_vault(folder / "vault", "footer"))
+    vault.add_key("pii", "oct-HSM")
+    for name, value in {**vault.environment(), "REQUESTS_CA_BUNDLE": str(vault.ca_file)}.items():
+        monkeypatch.setenv(name, value)
+    return {"type": "azure", "vault_url": vault.url, "login": "managed_identity"}
+
+
+@pytest.fixture(params=[pytest.param(hsm, marks=needs_softhsm), azure])
+def keytools(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Keytools]:
+    with contextlib.ExitStack() as stack:
+        settings = request.param(tmp_path, monkeypatch, stack)
+        table = {"footer_key": "footer", "column_keys": {"pii": FLAT_COLUMNS[:1]}, "unlisted_columns": "plaintext"}
+        tables = {"arrow": table, "module": table | {"aad_prefix": "{file_name}"}}
+        yield stack.enter_context(Keytools.from_mapping({"version": 1, "kms": settings, "tables": tables}))
 
 
 def by_duckdb(keytools: Keytools, path: Path, name: str) -> list[dict[str, Any]]:
