@@ -68,11 +68,6 @@ class MasterKeyCheck:
         """The operation that the KMS does not permit: `wrap`, `unwrap` or `rewrap`; None if nothing is missing."""
         return self.error.operation if isinstance(self.error, KmsAccessDeniedError) else None
 
-    @property
-    def text(self) -> str:
-        """The outcome, for people."""
-        return str(self.error) if self.outcome == "failed" else self.outcome
-
 
 @dataclass(frozen=True)
 class ColumnCheck:

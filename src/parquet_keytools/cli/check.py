@@ -36,6 +36,7 @@ from parquet_keytools.cli.options import (
 )
 from parquet_keytools.cli.output import (
     ExitStatus,
+    Messages,
     again,
     answer,
     answer_plaintext_columns,
@@ -286,8 +287,14 @@ def _check(
         print_table(
             "Master keys",
             ["name", "master key", "backend", "outcome", "version"],
-            [(k.name, k.master_key_id, k.backend, k.text, k.version) for k in master_keys],
+            [(k.name, k.master_key_id, k.backend, k.outcome, k.version) for k in master_keys],
         )
+    # Of a KMS that is down, all keys say the same.
+    failures = Messages("Failed", noun="master key")
+    for key in master_keys or ():
+        if key.error is not None and key.outcome == "failed":
+            failures.add(key.master_key_id, str(key.error))
+    failures.print()
     failed = [key.error for key in master_keys or () if key.error and key.outcome == "failed"]
     status = max(map(status_of, failed), default=ExitStatus.DONE)
     if not_tried := sum(key.outcome == "not tried" for key in master_keys or ()):

@@ -282,9 +282,12 @@ def show_data_set(report: DataSetReport) -> None:
     title = f"{printable(report.path)}: {number_of(len(report.files), 'file')} as a data set"
     answer(typer.style(title, bold=True))
     _show_broken(report.rules)
+    rules_of: dict[str, list[str]] = {}
     for result in sorted(report.rules, key=lambda result: _severity(result.rule)):
         for reason in result.reasons:
-            answer(f"  {_YELLOW('not checked')} {result.rule.id}: {reason}")
+            rules_of.setdefault(reason, []).append(result.rule.id)
+    for reason, rule_ids in rules_of.items():
+        answer(f"  {_YELLOW('not checked')} {', '.join(rule_ids)}: {reason}")
     verdicts = Counter(file.verdict for file in report.files)
     counts = "; ".join(f"{verdicts[verdict]} {verdict.value}" for verdict in Verdict if verdicts[verdict])
     answer(f"  files: {counts or 'none'}")

@@ -9,6 +9,8 @@ from parquet_keytools import Keytools
 from parquet_keytools.config.settings import configuration_json_schema
 from parquet_keytools.kms.in_memory import InMemoryKms
 
+NO_LABEL = {"class_name": None, "label_place": None}
+
 
 def no_kms(*_: object) -> None:
     raise AssertionError("the KMS was made")
@@ -91,6 +93,7 @@ def test_a_configuration_with_data_keys_alone(run, tmp_path: Path, plain: Path) 
         "kind": "footer_key",
         "key_name": "kf",
         "master_key_id": None,
+        **NO_LABEL,
     }
 
 
@@ -110,8 +113,8 @@ def test_against_a_file(run, config: Path, tmp_path: Path, footer: str, table: p
     done = run("check", config, "--against", path, "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["columns"] == [
-        {"dotted_path": "id", "kind": "plaintext", "key_name": None, "master_key_id": None},
-        {"dotted_path": "name", "kind": "column_key", "key_name": "pii", "master_key_id": "pii"},
+        {"dotted_path": "id", "kind": "plaintext", "key_name": None, "master_key_id": None, **NO_LABEL},
+        {"dotted_path": "name", "kind": "column_key", "key_name": "pii", "master_key_id": "pii", **NO_LABEL},
     ]
     assert "column_key" in done.stderr
     assert "In plaintext: 1 column: id\n" in run("check", config, "--against", path).stdout
@@ -193,3 +196,16 @@ def test_strict_counts_warnings(run, config: Path, tmp_path: Path) -> None:
     done = run("check", config, doubtful, "--strict")
     assert (done.exit_code, done.stdout.count("no mistakes")) == (1, 1)
     assert f"{doubtful}: 1 warning, which --strict counts as mistakes." in done.stderr
+
+
+def test_the_same_failure_of_many_keys_is_one_line(run, config: Path, deny) -> None:
+    names = [f"key{number}" for number in range(30)]
+    config.write_text(
+        f"version: 1\nkms: {{type: in_memory, keys: [{', '.join(names)}]}}\n"
+        f"master_keys: {{{', '.join(f'{name}: {name}' for name in names)}}}\n"
+    )
+    deny(*names)
+    done = run("check", config)
+    assert done.exit_code == 3
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("Failed")]
+    assert "30 master keys" in line
