@@ -654,4 +654,4 @@ def test_the_life_of_a_master_key(config: Path, tmp_path: Path) -> None:
 def test_commands_need_a_token(tmp_path: Path) -> None:
     path = tmp_path / "other.yaml"
     path.write_text("version: 1\nkms: {type: in_memory, keys: [k]}\n")
-    assert "not of the type pkcs11" in run("pkcs11", "list", "--config", path, status=2)
+    assert "no KMS of the type pkcs11" in run("pkcs11", "list", "--config", path, status=2)

@@ -46,12 +46,12 @@ from parquet_keytools.cli.output import (
     print_json,
     print_table,
 )
-from parquet_keytools.config.labels import FieldLabels, no_field_labels
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from parquet_keytools.config.key_policy import ColumnPath
+    from parquet_keytools.config.labels import FieldLabels
     from parquet_keytools.config.settings import Configuration
     from parquet_keytools.files.key_service import KeyService
     from parquet_keytools.spark.pipelines import PipelineReport
@@ -275,6 +275,7 @@ def _table_options(
     ddl: str | None,
     partition_by: Sequence[str],
 ) -> dict[str, str]:
+    from parquet_keytools.config.labels import no_field_labels
     from parquet_keytools.files.key_service import KeyService
     from parquet_keytools.spark.table_options import table_options
     from parquet_keytools.spark.transport import refuse_generated_keys

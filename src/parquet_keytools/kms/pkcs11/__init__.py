@@ -170,7 +170,9 @@ class KeyVersion:
 
 def _keys(session: pkcs11.Session, label: str | None = None) -> list[KeyVersion]:
     wanted = {Attribute.CLASS: ObjectClass.SECRET_KEY} | ({} if label is None else {Attribute.LABEL: label})
-    found = [KeyVersion(key) for key in session.get_objects(wanted) if isinstance(key, pkcs11.SecretKey)]
+    # A search that is left unfinished ends when it is collected, perhaps after its session.
+    objects = list(session.get_objects(wanted))
+    found = [KeyVersion(key) for key in objects if isinstance(key, pkcs11.SecretKey)]
     if not found:
         check_present(session)
     return found
