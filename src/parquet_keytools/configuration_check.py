@@ -9,6 +9,7 @@ from functools import partial
 from typing import Literal
 
 from parquet_keytools.config.key_policy import ColumnPath, MasterKeyReference, resolve_columns, resolve_key
+from parquet_keytools.config.key_values import placeholders
 from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.aad import ExpectedAadPrefix, expected_aad_prefix
@@ -94,7 +95,8 @@ def named_master_keys(configuration: Configuration) -> dict[str, str]:
     """Return name -> identifier of all master keys that a configuration names, in order of appearance."""
     names = [name for table in configuration.tables.values() for _, name in table.key_uses()]
     names += [hash_key.master_key for hash_key in configuration.hash_keys.values()]
-    return _identifiers(configuration, [*names, *configuration.master_keys])
+    known = [name for name in [*names, *configuration.master_keys] if not placeholders(name)]
+    return _identifiers(configuration, known)
 
 
 def _identifiers(configuration: Configuration, names: Sequence[str]) -> dict[str, str]:

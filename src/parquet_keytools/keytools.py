@@ -160,6 +160,7 @@ class Keytools(Summarised):
         table_name: str | None = None,
         overwrite: bool = True,
         filesystem: Any = None,
+        key_values: Mapping[str, str] | None = None,
         **options: Any,
     ) -> WriteResult:
         """Write data to an encrypted Parquet file, as its table in the configuration says.
@@ -174,6 +175,7 @@ class Keytools(Summarised):
             table_name: The table in the configuration; None if it has only one.
             overwrite: Whether an existing file is replaced. If not, a file is an error, even one that appears
                 during the work.
+            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`.
             filesystem: A `pyarrow.fs` or fsspec file system.
             options: Further arguments of `pyarrow.parquet.write_table`, such as `compression`.
 
@@ -187,7 +189,13 @@ class Keytools(Summarised):
         location = FileLocation.resolve(path, filesystem)
         with audit.about(location):
             return writing.write_table(
-                self._arrow_encryptor, data, location, table_name, options, overwrite=overwrite
+                self._arrow_encryptor,
+                data,
+                location,
+                table_name,
+                options,
+                overwrite=overwrite,
+                key_values=key_values,
             )
 
     def writer(
@@ -198,6 +206,7 @@ class Keytools(Summarised):
         table_name: str | None = None,
         overwrite: bool = True,
         filesystem: Any = None,
+        key_values: Mapping[str, str] | None = None,
         **options: Any,
     ) -> EncryptedParquetWriter:
         """Return a writer of one encrypted file, with the methods of `pyarrow.parquet.ParquetWriter`.
@@ -213,6 +222,7 @@ class Keytools(Summarised):
             schema: The schema of the data.
             table_name: The table in the configuration; None if it has only one.
             overwrite: As with `write_table`.
+            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`.
             filesystem: A `pyarrow.fs` or fsspec file system.
             options: Further arguments of `pyarrow.parquet.ParquetWriter`, such as `compression`.
 
@@ -223,7 +233,13 @@ class Keytools(Summarised):
         """
         location = FileLocation.resolve(path, filesystem)
         return EncryptedParquetWriter(
-            self._arrow_encryptor, location, schema, table_name, options, overwrite=overwrite
+            self._arrow_encryptor,
+            location,
+            schema,
+            table_name,
+            options,
+            overwrite=overwrite,
+            key_values=key_values,
         )
 
     def read_table(
@@ -277,6 +293,7 @@ class Keytools(Summarised):
         write_options: Mapping[str, Any] | None = None,
         overwrite: bool = True,
         durable: bool = True,
+        key_values: Mapping[str, str] | None = None,
         **options: Any,
     ) -> WriteResult:
         """Write a data set of encrypted files. The files appear when all of them are complete.
@@ -294,6 +311,7 @@ class Keytools(Summarised):
                 set may be in their places then.
             durable: Whether all local files are synced to disk before the first of them appears. If not, a crash
                 of the machine may leave empty or damaged files.
+            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`.
             options: Further arguments of `pyarrow.dataset.write_dataset`.
 
         Raises:
@@ -313,6 +331,7 @@ class Keytools(Summarised):
                 overwrite=overwrite,
                 durable=durable,
                 options=options,
+                key_values=key_values,
             )
 
     def dataset(
@@ -734,6 +753,7 @@ class Keytools(Summarised):
         source_filesystem: Any = None,
         target_filesystem: Any = None,
         on_progress: conversion.Progress | None = None,
+        key_values: Mapping[str, str] | None = None,
     ) -> conversion.FileResult:
         """Encrypt a plaintext Parquet file. The target appears whole or not at all.
 
@@ -748,6 +768,7 @@ class Keytools(Summarised):
                 file was skipped. `"unauthenticated"` needs no right to unwrap: it compares algorithm, AAD prefix
                 and the footer's master key, with a plaintext footer also rows, columns and their master keys, and
                 authenticates nothing.
+            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`.
             source_filesystem: A `pyarrow.fs` or fsspec file system.
             target_filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the number of bytes after each write, from any thread.
@@ -767,6 +788,7 @@ class Keytools(Summarised):
             on_progress,
             overwrite=overwrite,
             skip_existing=skip_existing,
+            key_values=key_values,
         )
 
     def decrypt_file(
@@ -839,6 +861,7 @@ class Keytools(Summarised):
         source_filesystem: Any = None,
         target_filesystem: Any = None,
         on_progress: conversion.Progress | None = None,
+        key_values: Mapping[str, str] | None = None,
     ) -> conversion.FileResult:
         """Encrypt an encrypted Parquet file with new data keys, under another table if one is named.
 
@@ -851,6 +874,7 @@ class Keytools(Summarised):
             aad_prefix: The AAD prefix that the source must have.
             overwrite: As with `encrypt_file`.
             skip_existing: As with `encrypt_file`.
+            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`.
             source_filesystem: A `pyarrow.fs` or fsspec file system.
             target_filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the number of bytes after each write, from any thread.
@@ -869,6 +893,7 @@ class Keytools(Summarised):
             on_progress,
             overwrite=overwrite,
             skip_existing=skip_existing,
+            key_values=key_values,
         )
 
     def salvage_file(

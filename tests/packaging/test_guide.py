@@ -28,6 +28,7 @@ SECTIONS = {
     "JwtSettings": "jwt",
     "TableSettings": "tables",
     "ClassSettings": "Classes and labels",
+    "KeyValueSettings": "key_values",
     "LabelSource": "labels_from",
     "FieldMetadata": "arrow",
     "ReadingSettings": "reading",

@@ -37,6 +37,31 @@ InPlaceOption = Annotated[
 ]
 
 
+KeyValuesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="The value of a placeholder in names of keys, such as tenant=acme; see key_values in the table.",
+    ),
+]
+
+
+def given_key_values(given: list[str] | None) -> dict[str, str]:
+    """Return placeholder -> value.
+
+    Raises:
+        typer.BadParameter: An argument is not NAME=VALUE, or a name is given twice.
+    """
+    values: dict[str, str] = {}
+    for text in given or ():
+        name, mark, value = text.partition("=")
+        if not mark or name in values:
+            raise typer.BadParameter("this is NAME=VALUE, and each name once.", param_hint="--set")
+        values[name] = value
+    return values
+
+
 @with_options(ReportOptions)
 def encrypt_command(
     paths: Annotated[
@@ -55,6 +80,7 @@ def encrypt_command(
     in_place: InPlaceOption = False,
     follow_links: FollowLinksOption = False,
     processes: ProcessesOption = None,
+    key_values: KeyValuesOption = None,
 ) -> None:
     """Encrypt a Parquet file, or all Parquet files of a folder.
 
@@ -62,7 +88,9 @@ def encrypt_command(
     remain on the disk until the file system reuses them. After an interrupted run, repeat the command.
     """
     if in_place:
-        _refuse_beside_in_place(overwrite=overwrite, skip_existing=skip_existing or skip_unauthenticated)
+        _refuse_beside_in_place(
+            overwrite=overwrite, skip_existing=skip_existing or skip_unauthenticated, set=bool(key_values)
+        )
         _encrypt_in_place(paths, config, table, follow_links=follow_links, processes=processes)
         return
     if follow_links:
@@ -82,7 +110,12 @@ def encrypt_command(
             sources,
             target,
             "encrypted",
-            partial(keytools.encrypt_file, table_name=table_name, skip_existing=skip),
+            partial(
+                keytools.encrypt_file,
+                table_name=table_name,
+                skip_existing=skip,
+                key_values=given_key_values(key_values),
+            ),
             overwrite=overwrite,
             skip_existing=skip,
             processes=processes,
@@ -219,6 +252,7 @@ def rekey_command(
     update_list: UpdateListOption = None,
     list_key: ListKeyOption = None,
     processes: ProcessesOption = None,
+    key_values: KeyValuesOption = None,
 ) -> None:
     """Encrypt encrypted files with new data keys.
 
@@ -230,6 +264,8 @@ def rekey_command(
         raise typer.BadParameter(
             "this works with DST only; --in-place encrypts all files again.", param_hint="--skip-existing"
         )
+    if in_place:
+        _refuse_beside_in_place(set=bool(key_values))
     if in_place and overwrite:
         raise typer.BadParameter("--in-place always replaces files.", param_hint="--overwrite")
     if not in_place and (verify is not None or follow_links):
@@ -278,6 +314,7 @@ def rekey_command(
                 new_keytools=new_keytools or keytools,
                 aad_prefix=aad_prefix,
                 skip_existing=skip_existing,
+                key_values=given_key_values(key_values),
             ),
             overwrite=overwrite,
             skip_existing=skip_existing,

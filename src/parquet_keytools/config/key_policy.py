@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Literal
 
 from parquet_keytools.config.document import MOST_REPORTED, Mistake, YamlPath, did_you_mean, one_of
+from parquet_keytools.config.key_values import is_value, placeholders, with_value
 from parquet_keytools.config.labels import FieldLabels, Label, no_field_labels
 from parquet_keytools.config.settings import Configuration, TableSettings
 
@@ -47,16 +48,56 @@ def resolve_key(configuration: Configuration, name: str) -> KeyReference:
     return reference
 
 
+def keys_of_value(
+    configuration: Configuration, table_name: str, values: Mapping[str, str]
+) -> dict[str, MasterKeyReference]:
+    """Return template -> master key, for each template of a table whose placeholder has a value.
+
+    Args:
+        configuration: The configuration with the table.
+        table_name: Name of the table.
+        values: Placeholder -> value.
+
+    Raises:
+        ConfigurationError: The pattern of the table refuses a value, or a value would name another key.
+    """
+    _, table = configuration.select_table(table_name)
+    names = {name: path for path, name in table.key_names()}
+    fixed = [name for name in names if not placeholders(name)]
+    own = {*fixed, *configuration.master_keys, *configuration.data_keys}
+    others = {configuration.master_key_id(name) for name in own if not placeholders(name)}
+    found: dict[str, MasterKeyReference] = {}
+    mistakes: list[Mistake] = []
+    for template, path in names.items():
+        for placeholder in placeholders(template):
+            if placeholder not in values:
+                continue
+            value, pattern = values[placeholder], table.key_values[placeholder].pattern
+            where: YamlPath = ("tables", table_name, "key_values", placeholder)
+            if not is_value(pattern, value):
+                mistakes.append(Mistake(where, f"the pattern refuses the value {value[:200]!r} of {placeholder}."))
+                continue
+            identifier = with_value(configuration.master_key_id(template), value)
+            names_another = with_value(template, value) in own or identifier in others
+            if names_another or MasterKeyReference(identifier) in found.values():
+                message = f"the value {value!r} of {placeholder} would name another key: {identifier!r}."
+                mistakes.append(Mistake(("tables", table_name, *path), message))
+            found[template] = MasterKeyReference(identifier)
+    if mistakes:
+        raise configuration.error_for(list(dict.fromkeys(mistakes)))
+    return found
+
+
 def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:
-    """Return the identifiers of all master keys that a configuration names."""
+    """Return the identifiers of all master keys that a configuration names; templates name none by themselves."""
     used = {name for table in configuration.tables.values() for _, name in table.key_names()}
+    used = {name for name in used if not placeholders(name)}
+    named = (name for name in configuration.master_keys if not placeholders(name))
     references = [_lookup(configuration, name) for name in used]
     in_tables = {found.master_key_id for found in references if isinstance(found, MasterKeyReference)}
     of_digests = {hash_key_reference(configuration, name).master_key_id for name in configuration.hash_keys}
     moved = {new for pair in moved_master_key_ids(configuration) for new in pair}
-    return frozenset(
-        in_tables | of_digests | moved | set(map(configuration.master_key_id, configuration.master_keys))
-    )
+    return frozenset(in_tables | of_digests | moved | set(map(configuration.master_key_id, named)))
 
 
 def hash_key_reference(configuration: Configuration, name: str) -> MasterKeyReference:
@@ -132,6 +173,8 @@ def _checked_use(
     configuration: Configuration, known: frozenset[str] | None, path: YamlPath, name: str
 ) -> Iterator[Mistake]:
     reference = _lookup(configuration, name)
+    if placeholders(name) and reference is not None:
+        return  # The KMS has the keys of its values.
     if reference is None:
         yield Mistake(path, *_unknown(configuration, name, frozenset()))
     elif isinstance(reference, MasterKeyReference) and known is not None:

@@ -5,6 +5,7 @@ Instances are frozen, so threads may share them.
 
 from __future__ import annotations
 
+import re
 import shlex
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from parquet_keytools.config.document import (
     one_of,
     yaml_path_text,
 )
+from parquet_keytools.config.key_values import mistakes_in_templates, placeholders
 from parquet_keytools.config.labels import Labels
 from parquet_keytools.encryption.aad import BASE64, prefix_bytes
 from parquet_keytools.errors import AadPrefixError, ConfigurationError
@@ -222,6 +224,31 @@ class LabelSource(StrictSettings):
 # --- tables ---
 
 
+def _checked_pattern(text: str) -> str:
+    try:
+        matches_nothing = re.fullmatch(text, "") is not None
+    except re.error as error:
+        raise PydanticCustomError(
+            "pattern", "this is not a regular expression: {reason}.", {"reason": str(error)}
+        ) from None
+    if matches_nothing:
+        raise PydanticCustomError("pattern", "the pattern must not match the empty value.")
+    return text
+
+
+class KeyValueSettings(StrictSettings):
+    """Where the values of a placeholder in names of keys come from: an entry under `key_values`."""
+
+    source: Literal["partition", "argument"] = Field(
+        alias="from",
+        description="`partition`: folders such as `tenant=acme` in the path of each file. `argument`: the caller, "
+        "with key_values= or --set.",
+    )
+    pattern: Annotated[str, Field(min_length=1), AfterValidator(_checked_pattern)] = Field(
+        description="A regular expression that matches the whole of each allowed value."
+    )
+
+
 class TableSettings(StrictSettings):
     """The encryption settings of one table: an entry under `tables`."""
 
@@ -230,6 +257,11 @@ class TableSettings(StrictSettings):
         default={},
         description="Name of a key -> the columns that it encrypts: dotted paths of leaf columns, parents of "
         "nested columns, or globs with * and ?.",
+    )
+    key_values: dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")], KeyValueSettings] = Field(
+        default={},
+        description="Placeholder in names of this table's keys, such as `tenant` in `tenant-{tenant}` -> where "
+        "its value comes from. Each value has a master key of its own.",
     )
     also_trusted: tuple[KeyName, ...] = Field(
         default=(),
@@ -326,6 +358,11 @@ class TableSettings(StrictSettings):
         if self._labels.unlabelled is None:
             return self.unlisted_columns
         return "plaintext" if self._labels.unlabelled.key is None else "key"
+
+    @property
+    def has_templates(self) -> bool:
+        """Whether names of keys have placeholders, so that the keys depend on the file."""
+        return bool(self.key_values)
 
     def key_uses(self) -> Iterator[tuple[YamlPath, str]]:
         """Yield path within the table and name of each key that encrypts new files."""
@@ -621,6 +658,7 @@ class Configuration(StrictSettings):
             if name in self.master_keys:
                 yield Mistake(("data_keys", name), "a master key under master_keys has this name too.")
         yield from self._without_kms()
+        yield from self._impossible_templates()
         path: YamlPath = ("reading", "keys_without_metadata")
         without_metadata = self.reading.keys_without_metadata
         uses: list[tuple[YamlPath, str]] = [
@@ -636,6 +674,26 @@ class Configuration(StrictSettings):
         yield from self._impossible_digests()
         yield from self._ambiguous_prefixes()
         yield from self._impossible_moves()
+
+    def _impossible_templates(self) -> Iterator[Mistake]:
+        for table_name, table in self.tables.items():
+            patterns = {name: values.pattern for name, values in table.key_values.items()}
+            names = {name: path for path, name in table.key_names()}
+            identifiers = {name: self._master_key(name)[0] for name in names if name in self.master_keys}
+            for name, message in mistakes_in_templates(names, patterns, identifiers):
+                yield Mistake(("tables", table_name, *names[name]), message)
+            used = {found for name in names for found in placeholders(name)}
+            for name in patterns.keys() - used:
+                message = f"no key of the table has the placeholder {{{name}}} in its name."
+                yield Mistake(("tables", table_name, "key_values", name), message)
+            for name in names:
+                if placeholders(name) and name in self.data_keys:
+                    message = "data keys have no placeholders: templates name master keys."
+                    yield Mistake(("tables", table_name, *names[name]), message)
+            for name in table.labels.keys:
+                if placeholders(name):
+                    message = "keys of classes have no placeholders."
+                    yield Mistake(("tables", table_name, "labels_from"), message, "Use column_keys.")
 
     def _impossible_labels(self) -> Iterator[Mistake]:
         if "error" in self.classes:

@@ -385,7 +385,7 @@ def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: Fi
     may_be_stored = table.settings.store_aad_prefix
     book.check("wanted-prefix", may_be_stored or not is_stored, "the prefix is stored.")
     is_known, key = _key(FOOTER, envelope.key_metadata, keys, book)
-    found = table.footer_mismatches(envelope.algorithm, key)
+    found = table.for_file(expectation.path, [key]).footer_mismatches(envelope.algorithm, key)
     _note(found if is_known else [mismatch for mismatch in found if mismatch.what == "algorithm"], table, book)
     book.holds("wanted-algorithm", *(["wanted-keys"] if is_known else []))
 
@@ -427,7 +427,8 @@ def check_table_of_columns(
             _check_length(column.path, key, table, keys, book)
         seen.append(SeenColumn(column.path, column.encryption, key))
     try:
-        _note(table.column_mismatches(footer_key, seen), table, book)
+        of_file = table.for_file(expectation.path, [footer_key, *(column.key for column in seen)])
+        _note(of_file.column_mismatches(footer_key, seen), table, book)
     except ConfigurationError as error:
         for rule_id in ("wanted-keys", "wanted-encryption"):
             book.not_checked(rule_id, str(error))

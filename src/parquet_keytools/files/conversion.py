@@ -15,7 +15,13 @@ from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import Footer, read_envelope, read_footer
 from parquet_keytools.encryption.protection import FooterMode
-from parquet_keytools.errors import ColumnAccessDeniedError, KeytoolsError, KmsError, OutputError
+from parquet_keytools.errors import (
+    ColumnAccessDeniedError,
+    ConfigurationError,
+    KeytoolsError,
+    KmsError,
+    OutputError,
+)
 from parquet_keytools.files.field_labels import labels_of_footer
 from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import (
@@ -85,9 +91,11 @@ def encrypt_file(
     overwrite: bool = True,
     skip_existing: SkipExisting = False,
     threads: int = 2,
+    key_values: Mapping[str, str] | None = None,
 ) -> FileResult:
     """Encrypt a plaintext file; see `Keytools.encrypt_file`."""
     refuse_same_file(source, target)
+    _refuse_skipping(skip_existing, key_values)
     opens_source = partial(_decided_contents, keys, table_name)
     opens_target = partial(encrypted_contents, keys, table_name=table_name)
     is_same = partial(_same, source, target, opens_source, opens_target)
@@ -100,7 +108,7 @@ def encrypt_file(
         discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending,
     ):
         key_material, policy = encrypt_pending(
-            keys, table_name, opened_source, pending, on_progress, threads=threads
+            keys, table_name, opened_source, pending, on_progress, threads=threads, key_values=key_values
         )
         put_in_place(pending, key_material)
         return _result(source, target, opened_source, policy)
@@ -160,9 +168,11 @@ def rekey_file(
     *,
     overwrite: bool = True,
     skip_existing: bool = False,
+    key_values: Mapping[str, str] | None = None,
 ) -> FileResult:
     """Encrypt an encrypted file with new keys; see `Keytools.rekey_file`."""
     refuse_same_file(source, target)
+    _refuse_skipping(skip_existing, key_values)
     opens_source = partial(encrypted_contents, keys, table_name=table_name, aad_prefix=aad_prefix)
     opens_target = partial(encrypted_contents, new_keys, table_name=new_table_name)
     is_same = partial(_same, source, target, opens_source, opens_target)
@@ -174,7 +184,7 @@ def rekey_file(
     with open_source(source) as opened_source:
         data = as_verified(opened, opened_source)
         leaves = [leaf.path for leaf in opened.footer.leaves]
-        policy = new_keys.policy(new_table_name, leaves, labels_of_footer(opened.footer))
+        policy = new_keys.policy(new_table_name, leaves, labels_of_footer(opened.footer), key_values)
         with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
             encryption, key_material = new_file_encryption(new_keys, policy, target)
             with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
@@ -214,6 +224,7 @@ def encrypt_pending(
     *,
     threads: int = 2,
     folder_names: Collection[str] = (),
+    key_values: Mapping[str, str] | None = None,
 ) -> tuple[NewKeyMaterial, TablePolicy]:
     """Encrypt a plaintext file into a pending output; return its key material for `put_in_place`, and its policy.
 
@@ -225,6 +236,7 @@ def encrypt_pending(
         on_progress: Called with the number of bytes after each write, from any thread.
         threads: Number of threads.
         folder_names: Names of columns to which the file's folders give values; see `names_in_folders`.
+        key_values: Placeholder in names of keys -> value.
 
     Raises:
         AlreadyEncryptedError: The file is encrypted.
@@ -233,7 +245,7 @@ def encrypt_pending(
         ParquetFormatError: The source is not a valid Parquet file.
     """
     footer = file_encryptor.read_plaintext_footer(source)
-    policy = policy_of(keys, table_name, footer, folder_names)
+    policy = policy_of(keys, table_name, footer, folder_names, key_values)
     encryption, key_material = new_file_encryption(keys, policy, pending.target)
     with pending.open_sink() as sink:
         file_encryptor.encrypt_opened(
@@ -243,7 +255,11 @@ def encrypt_pending(
 
 
 def policy_of(
-    keys: KeyService, table_name: str | None, footer: Footer, folder_names: Collection[str]
+    keys: KeyService,
+    table_name: str | None,
+    footer: Footer,
+    folder_names: Collection[str],
+    key_values: Mapping[str, str] | None = None,
 ) -> TablePolicy:
     """Return how a table encrypts a plaintext file; arguments and errors as with `encrypt_pending`."""
     paths = [leaf.path for leaf in footer.leaves]
@@ -251,7 +267,7 @@ def policy_of(
     if names := partition_names(folder_names):
         with_partitions = dict.fromkeys([*paths, *((name,) for name in names)])
         keys.policy(table_name, list(with_partitions), labels).check_partition_columns(names)
-    policy = keys.policy(table_name, paths, labels)
+    policy = keys.policy(table_name, paths, labels, key_values)
     policy.refuse_folder_names(folder_names)
     return policy
 
@@ -269,6 +285,15 @@ def refuse_same_file(source: FileLocation, target: FileLocation) -> None:
     """Raise `OutputError` if a file would be written onto itself."""
     if source.is_same_file(target):
         raise OutputError(f"{target} is the source itself.", hint="Choose another file for the output.")
+
+
+def _refuse_skipping(skip_existing: SkipExisting, key_values: Mapping[str, str] | None) -> None:
+    """Refuse to skip files where the caller gives values: an existing file may be under the key of another one."""
+    if skip_existing and key_values:
+        raise ConfigurationError(
+            "files cannot be skipped with key_values: an existing file may be under the key of another value.",
+            hint="Leave skip_existing out, or keep each value's files in a folder, with `from: partition`.",
+        )
 
 
 def _result(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,15 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from parquet_keytools import audit
+from parquet_keytools.config.document import did_you_mean, one_of
 from parquet_keytools.config.key_policy import (
     ChosenKey,
     ColumnPath,
     MasterKeyReference,
     check_key_names,
     configured_master_key_ids,
+    keys_of_value,
     resolve_columns,
     resolve_key,
 )
+from parquet_keytools.config.key_values import placeholders, values_in_folders
 from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration, TableSettings
 from parquet_keytools.encryption import file_encryption
@@ -53,6 +57,7 @@ from parquet_keytools.keys.key_wrapping import (
 )
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.registry import make_client
+from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import warn_caller
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
@@ -66,13 +71,15 @@ class TablePolicy:
         table_name: Name of the table.
         table: Its settings.
         columns: Leaf path -> its key.
-        master_key_ids: Name of a master key -> identifier in the KMS.
+        master_key_ids: Name of a master key -> identifier in the KMS; of a template, the template of it.
+        key_values: Placeholder -> value that the caller gives.
     """
 
     table_name: str
     table: TableSettings
     columns: Mapping[ColumnPath, ChosenKey]
     master_key_ids: Mapping[str, str]
+    key_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def plaintext_columns(self) -> tuple[str, ...]:
@@ -80,8 +87,9 @@ class TablePolicy:
         return tuple(".".join(path) for path, key in self.columns.items() if key.kind == "plaintext")
 
     def used_master_key_ids(self) -> list[str]:
-        """Return the identifiers of the master keys that a file of this schema needs."""
+        """Return the identifiers of the master keys that every file of this schema needs, so not of templates."""
         used = {self.table.footer_key, *(key.key_name for key in self.columns.values())}
+        used = {name for name in used if name is not None and not placeholders(name)}
         return sorted({master_key_id for name, master_key_id in self.master_key_ids.items() if name in used})
 
     def check_partition_columns(self, names: Collection[str]) -> None:
@@ -158,6 +166,7 @@ class KeyService:
         without_metadata = configuration.reading.keys_without_metadata
         self.data_keys = DataKeys(configuration.data_keys, without_metadata.footer, without_metadata.columns)
         self._table_checks: dict[str, TableCheck] = {}
+        self._trusting = ForkSafeLock()
         self.identities = FileIdentities(refuses=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -180,14 +189,31 @@ class KeyService:
             self._wrapper.clear_cache()
 
     def policy(
-        self, table_name: str | None, leaf_paths: Sequence[ColumnPath], field_labels: FieldLabels
+        self,
+        table_name: str | None,
+        leaf_paths: Sequence[ColumnPath],
+        field_labels: FieldLabels,
+        key_values: Mapping[str, str] | None = None,
     ) -> TablePolicy:
         """Return the policy of a table for a schema with these leaf columns, and the labels of its fields.
 
+        Args:
+            table_name: The table; None if there is only one.
+            leaf_paths: The leaf columns.
+            field_labels: The labels of the fields.
+            key_values: Placeholder in names of keys -> value, from the caller.
+
         Raises:
-            ConfigurationError: The table does not exist, or its patterns do not fit the schema.
+            ConfigurationError: The table does not exist, its patterns do not fit the schema, or it has no such
+                placeholders.
         """
         name, table = self.configuration.select_table(table_name)
+        for placeholder in key_values or {}:
+            if placeholder not in table.key_values:
+                raise ConfigurationError(
+                    f"no key of the table {name!r} has the placeholder {placeholder!r}.",
+                    hint=did_you_mean(placeholder, table.key_values) or one_of(table.key_values),
+                )
         references = {key: resolve_key(self.configuration, key) for _, key in table.key_uses()}
         return TablePolicy(
             name,
@@ -198,7 +224,41 @@ class KeyService:
                 for key, reference in references.items()
                 if isinstance(reference, MasterKeyReference)
             },
+            key_values or {},
         )
+
+    def _with_values(self, policy: TablePolicy, location: FileLocation) -> TablePolicy:
+        """Return the policy with the master keys of the values that a file has.
+
+        Raises:
+            ConfigurationError: A value is missing or not allowed, or path and argument differ.
+        """
+        if not policy.table.has_templates:
+            return policy
+        values: dict[str, str] = {}
+        for placeholder, setting in policy.table.key_values.items():
+            given = policy.key_values.get(placeholder)
+            in_path = values_in_folders(str(location), placeholder)
+            found = in_path | (set() if given is None else {given})
+            if len(found) > 1:
+                shown = ", ".join(repr(value[:200]) for value in sorted(found))
+                raise ConfigurationError(
+                    f"{location}: the values of {placeholder} in its folders and in the argument differ: {shown}.",
+                    hint="Each file has one value, and so one key.",
+                )
+            if not found or (setting.source == "partition" and not in_path):
+                how = (
+                    f"Write it into a folder `{placeholder}=VALUE`, or partition by {placeholder}."
+                    if setting.source == "partition"
+                    else f'Give key_values={{"{placeholder}": VALUE}}, or --set {placeholder}=VALUE.'
+                )
+                raise ConfigurationError(
+                    f"{location} has no value of {placeholder}, on which its keys depend.", hint=how
+                )
+            values[placeholder] = found.pop()
+        keys = keys_of_value(self.configuration, policy.table_name, values)
+        identifiers = {name: key.master_key_id for name, key in keys.items() if name in policy.master_key_ids}
+        return dataclasses.replace(policy, master_key_ids={**policy.master_key_ids, **identifiers})
 
     def table_check(self, table_name: str | None) -> TableCheck | None:
         """Return the comparison with a table; None if the configuration has no tables.
@@ -210,8 +270,14 @@ class KeyService:
         if name is None:
             return None
         if name not in self._table_checks:
-            self._table_checks[name] = TableCheck(self.configuration, name)
+            self._table_checks[name] = TableCheck(self.configuration, name, trust=self._trust)
         return self._table_checks[name]
+
+    def _trust(self, master_key_ids: Iterable[str]) -> None:
+        if self.kms is not None:
+            # Threads would otherwise forget what another one adds.
+            with self._trusting:
+                self.kms.trust(master_key_ids)
 
     def expected_aad_prefix(
         self,
@@ -376,7 +442,7 @@ class KeyService:
             deks = [
                 DekToWrap(any_dek, master_key_id, is_footer_key=False)
                 for name, master_key_id in policy.master_key_ids.items()
-                if name in used
+                if name in used and not placeholders(name)
             ]
             self._wrapper.wrap(deks, self._wrapping(policy))
 
@@ -393,6 +459,7 @@ class KeyService:
         Raises:
             KmsError: A key cannot be wrapped.
         """
+        policy = self._with_values(policy, location)
         table = policy.table
         own = {path: key.key_name for path, key in policy.columns.items() if key.kind == "column_key"}
         names = [table.footer_key, *(name for name in own.values() if name is not None)]

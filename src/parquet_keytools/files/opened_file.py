@@ -400,6 +400,7 @@ def check_footer_key(table_check: TableCheck, path: str, envelope: FooterEnvelop
     """
     if envelope.algorithm is not None:
         key = seen_key(keys, envelope.key_metadata, None)
+        table_check = table_check.for_file(path, [key])
         table_check.refuse(path, table_check.footer_mismatches(envelope.algorithm, key))
 
 
@@ -424,6 +425,7 @@ def check_column_keys(table_check: TableCheck, path: str, footer: Footer, keys: 
                 continue
         seen.append(SeenColumn(column.path, column.encryption, key))
     footer_key = seen_key(keys, footer.key_metadata, None)
+    table_check = table_check.for_file(path, [footer_key, *(column.key for column in seen)])
     table_check.refuse(path, table_check.column_mismatches(footer_key, seen))
 
 
@@ -473,6 +475,7 @@ def _is_refused(opened: OpenedFile, column: FooterColumn, error: KeytoolsError, 
     material = opened.retriever.material(column.key_metadata)
     key = seen_key(opened.retriever, column.key_metadata, column.path)
     paths = [leaf.path for leaf in opened.footer.columns]
+    table_check = table_check.for_file(str(opened.location), [key])
     return (
         material is not None
         and table_check.names_key(column.path, paths, key)

@@ -7,11 +7,12 @@ so a false name gives no key.
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import unicodedata
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -24,10 +25,12 @@ from parquet_keytools.config.key_policy import (
     DataKeyReference,
     KeyReference,
     MasterKeyReference,
+    keys_of_value,
     moved_master_key_ids,
     resolve_columns,
     resolve_key,
 )
+from parquet_keytools.config.key_values import one_value, placeholders, value_in, values_in_folders
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import (
@@ -39,6 +42,9 @@ from parquet_keytools.errors import (
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.runtime.presentation import is_url
 from parquet_keytools.storage.locations import FileLocation
+
+_MOST_VALUES = 4_096
+"""For how many values of placeholders the keys are remembered."""
 
 _MOST_SCHEMAS = 64
 """How many schemas are remembered for a table; the files of a data set have one, or a few."""
@@ -95,6 +101,7 @@ class TableCheck:
         *,
         ignores_case: bool = False,
         moves: Iterable[tuple[str, str]] = (),
+        trust: Callable[[Iterable[str]], None] | None = None,
     ) -> None:
         """Resolve the names of keys, without a KMS call.
 
@@ -103,6 +110,7 @@ class TableCheck:
             table_name: The table.
             ignores_case: Whether the reader of the files ignores the case of column names.
             moves: Old and new master key of each current move, in addition to those under `rotation`.
+            trust: Receives the master keys of templates before a file under them is read; see `KmsClient.trust`.
 
         Raises:
             ConfigurationError: The table does not exist, or names a key that is not declared.
@@ -117,17 +125,72 @@ class TableCheck:
         self._column_keys = [*table.column_keys.items(), *((one.key, [one.column]) for one in labels if one.key)]
         plaintext = [*table.plaintext_columns, *(one.column for one in labels if one.key is None)]
         self._plaintext_columns = [pattern.replace("[", "[[]") for pattern in plaintext]
-        self._keys = {name: resolve_key(configuration, name) for _, name in table.key_names()}
-        also_trusted = frozenset(self._keys[name] for name in table.also_trusted)
+        self._moves = [*moved_master_key_ids(configuration), *moves]
+        self._trust = trust
+        self._of_values: dict[tuple[tuple[str, str], ...], TableCheck] = {}
+        self._set_keys({name: resolve_key(configuration, name) for _, name in table.key_names()}, {})
+
+    def _set_keys(self, keys: dict[str, KeyReference], of_values: Mapping[str, KeyReference]) -> None:
+        """Set the key of each name, and of each template whose placeholder has a value."""
+        table = self.settings
+        self._keys = {**keys, **of_values}
+        # A template without a value is no key: a file could name a key with braces in its identifier.
+        unknown = frozenset(name for name in keys if placeholders(name) and name not in of_values)
+        also_trusted = frozenset(self._keys[name] for name in table.also_trusted if name not in unknown)
+        self._unknown = unknown
         self._trusted: dict[str, frozenset[KeyReference]] = {}
         for _, name in table.key_uses():
             key = self._keys[name]
-            self._trusted[name] = (
-                also_trusted | {key} | _moved([*moved_master_key_ids(configuration), *moves], key)
-            )
+            own = frozenset() if name in unknown else {key} | _moved(self._moves, key)
+            self._trusted[name] = also_trusted | own
         self._own = frozenset().union(*self._trusted.values())
         self._footer = self._wanted(ChosenKey("footer_key", table.footer_key))
         self._schemas: dict[tuple[ColumnPath, ...], list[_Wanted]] = {}
+
+    def for_file(self, path: str, seen: Iterable[KeyReference | None]) -> TableCheck:
+        """Return the comparison with the table, with the keys of the values that a file has.
+
+        A value comes from the folders in the path of the file; with `from: argument`, from the master keys that
+        the file names. All of them must agree. A template without one value has no key, and matches no file.
+
+        Args:
+            path: The path of the file.
+            seen: The keys that the file names.
+        """
+        if not self.settings.has_templates:
+            return self
+        identifiers = {key.master_key_id for key in seen if isinstance(key, MasterKeyReference)}
+        identifiers -= {_id_of(key) for name, key in self._keys.items() if not placeholders(name)}
+        values: dict[str, str] = {}
+        for placeholder, setting in self.settings.key_values.items():
+            found = values_in_folders(path, placeholder)
+            if setting.source == "argument":
+                templates = [
+                    _id_of(self._keys[name]) for name in self._keys if placeholders(name) == [placeholder]
+                ]
+                of_keys = {value_in(template, one) for template in templates for one in identifiers}
+                found |= {value for value in of_keys if value is not None}
+            value = one_value(found, setting.pattern)
+            if value is not None:
+                values[placeholder] = value
+        return self._with_values(tuple(sorted(values.items())))
+
+    def _with_values(self, values: tuple[tuple[str, str], ...]) -> TableCheck:
+        check = self._of_values.get(values)
+        if check is None:
+            try:
+                keys = keys_of_value(self._configuration, self.table_name, dict(values))
+            except ConfigurationError:
+                # The value would name another key, which is no key of a value.
+                keys = {}
+            check = copy.copy(self)
+            check._set_keys(self._keys, keys)
+            if self._trust is not None:
+                self._trust(key.master_key_id for key in keys.values())
+            if len(self._of_values) >= _MOST_VALUES:
+                self._of_values.clear()
+            self._of_values[values] = check
+        return check
 
     def check_patterns(self, leaf_paths: Sequence[ColumnPath]) -> None:
         """Raise `ConfigurationError` if the patterns of the table do not fit a file with these columns."""
@@ -272,6 +335,9 @@ class TableCheck:
         if column.key_name is None:
             return _Wanted(None, self._own, "it in plaintext, or under a key of its own")
         key = self._keys[column.key_name]
+        if column.key_name in self._unknown:
+            what = f"the key {column.key_name!r} of one value, which the folders and keys of the file do not show"
+            return _Wanted(key, self._trusted[column.key_name], what)
         name = f" ({column.key_name!r})" if column.key_name != _id_of(key) else ""
         return _Wanted(key, self._trusted[column.key_name], f"{_text(key)}{name}")
 

@@ -93,6 +93,8 @@ def spark_limits(policy: TablePolicy) -> list[str]:
     reasons = []
     if table.aad_prefix is not None:
         reasons.append("it does not support an AAD prefix together with keys from a KMS")
+    if table.has_templates:
+        reasons.append("it has one key for all files of a write, and this table has keys for each value")
     if len(policy.master_key_ids) < len({name for _, name in table.key_uses()}):
         reasons.append("it does not support data keys that the caller manages")
     if table.plaintext_footer:
@@ -347,6 +349,7 @@ class TableRequests:
         check = self._check_of(request["table"], request["file"])
         algorithm = Algorithm(request["algorithm"])
         footer_key = self._key(request["footer_key"])
+        check = check.for_file(request["file"], [footer_key, *(column.key for column in columns)])
         mismatches = check.footer_mismatches(algorithm, footer_key)
         check.refuse(request["file"], [*mismatches, *check.column_mismatches(footer_key, columns)])
         keyed = [(name,) for name in check.keyed(folders)]
@@ -362,7 +365,9 @@ class TableRequests:
         check = self._checks.get(table_name)
         if check is None:
             name, _ = self._configuration.select_table(table_name or None)
-            check = self._checks[table_name] = TableCheck(self._configuration, name, ignores_case=True)
+            trust = None if self._kms is None else self._kms.trust
+            check = TableCheck(self._configuration, name, ignores_case=True, trust=trust)
+            self._checks[table_name] = check
         return check
 
     def _key(self, named: str) -> KeyReference:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -240,6 +240,7 @@ class PendingHandler(DelegatingHandler):
         *,
         overwrite: bool = True,
         durable: bool = True,
+        key_values: Mapping[str, str] | None = None,
     ) -> None:
         """Make one for a folder; each file is encrypted with `keys` when it is closed, unless pyarrow encrypts.
 
@@ -253,6 +254,7 @@ class PendingHandler(DelegatingHandler):
         self._table_name = table_name
         self._overwrite = overwrite
         self._durable = durable
+        self._key_values = key_values
         self._pending: list[PendingOutput] = []
         self._key_materials: dict[str, NewKeyMaterial] = {}
         self._replaced: list[str] = []
@@ -315,7 +317,7 @@ class PendingHandler(DelegatingHandler):
             self._encrypting += 1
         try:
             self._key_materials[pending.target.path], _ = encrypt_pending(
-                self._keys, self._table_name, source, pending
+                self._keys, self._table_name, source, pending, key_values=self._key_values
             )
         finally:
             with self._state:

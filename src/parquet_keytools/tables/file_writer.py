@@ -101,13 +101,14 @@ class EncryptedParquetWriter:
         options: Mapping[str, Any],
         *,
         overwrite: bool = True,
+        key_values: Mapping[str, str] | None = None,
     ) -> None:
         """Begin a file; see `Keytools.writer`."""
         options = without_ours(options)
         paths = arrow_leaf_paths(schema, options)
         # Some versions of Arrow go on after the last ordinal.
         refuse_more_than_ordinals(target, columns=len(paths))
-        policy = encryptor.keys.policy(table_name, paths, partial(labels_of_schema, schema))
+        policy = encryptor.keys.policy(table_name, paths, partial(labels_of_schema, schema), key_values)
         reasons = arrow_limits(policy, options)
         self.result: WriteResult | None = None
         self._target = target

@@ -86,6 +86,8 @@ def arrow_limits(policy: TablePolicy, write_options: Mapping[str, Any] | None = 
         limits.append("it has no AAD prefix together with KMS keys")
     if table.double_wrapping and table.effective_kek_length_bits != _ARROW_KEK_LENGTH_BITS:
         limits.append(f"its KEKs have 128 bits, not {table.effective_kek_length_bits}")
+    if table.has_templates:
+        limits.append("it has one key for all files of a write, and the table has keys for each value")
     names = {table.footer_key, *(key.key_name for key in policy.columns.values() if key.key_name)}
     if names - policy.master_key_ids.keys():
         limits.append("it has no data keys that the caller manages")

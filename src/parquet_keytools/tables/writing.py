@@ -158,6 +158,7 @@ def write_table(
     options: Mapping[str, Any],
     *,
     overwrite: bool = True,
+    key_values: Mapping[str, str] | None = None,
 ) -> WriteResult:
     """Write one file, whole or not at all; see `Keytools.write_table`."""
     # `chunk_size` is pyarrow's other name for it.
@@ -165,7 +166,7 @@ def write_table(
     options = {name: value for name, value in options.items() if name not in ("row_group_size", "chunk_size")}
     source = as_stream(data)
     with EncryptedParquetWriter(
-        encryptor, target, source.schema, table_name, options, overwrite=overwrite
+        encryptor, target, source.schema, table_name, options, overwrite=overwrite, key_values=key_values
     ) as writer:
         for table in row_groups_of(source, row_group_size):
             writer.write_table(table, row_group_size)
@@ -185,6 +186,7 @@ def write_dataset(
     overwrite: bool,
     durable: bool,
     options: Mapping[str, Any],
+    key_values: Mapping[str, str] | None = None,
 ) -> WriteResult:
     """Write a data set; see `Keytools.write_dataset`."""
     # Not earlier: it imports pandas, where it is installed.
@@ -221,7 +223,7 @@ def write_dataset(
     schema = pa.schema([field for field in schema if field.name not in partition_names])
     paths = arrow_leaf_paths(schema, write_options)
     refuse_more_than_ordinals(folder, columns=len(paths))
-    policy = keys.policy(table_name, paths, partial(labels_of_schema, schema))
+    policy = keys.policy(table_name, paths, partial(labels_of_schema, schema), key_values)
     policy.refuse_folder_names(partition_names)
     reasons = arrow_limits(policy, write_options)
     if not policy.table.double_wrapping:
@@ -234,7 +236,12 @@ def write_dataset(
         encryption = ds.ParquetEncryptionConfig(*encryptor.data_set_configuration(policy))
     file_options = ds.ParquetFileFormat().make_write_options(encryption_config=encryption, **write_options)
     handler = PendingHandler(
-        folder, keys if reasons else None, policy.table_name, overwrite=overwrite, durable=durable
+        folder,
+        keys if reasons else None,
+        policy.table_name,
+        overwrite=overwrite,
+        durable=durable,
+        key_values=key_values,
     )
     engine: Engine = "module encryptor" if reasons else "pyarrow"
     _log.info("%s is encrypted by %s%s", folder, engine, because(reasons))

@@ -46,6 +46,7 @@ def test_defaults():
         "plaintext_footer_key_values": "drop",
         "plaintext_footer_keys": (),
         "algorithm": "AES_GCM_V1",
+        "key_values": {},
         "also_trusted": (),
         "data_key_length_bits": 128,
         "kek_length_bits": None,
@@ -70,6 +71,7 @@ def test_defaults():
 def test_everything_can_be_said():
     fields = {
         "column_keys": {"pii": ["tailnum", "passenger.*"]},
+        "key_values": {},
         "also_trusted": ["pii_2024"],
         "hash_key": "pseudonyms",
         "shown_columns": ["passenger.seat"],

@@ -1,0 +1,304 @@
+"""Keys by template: each value of a placeholder has a master key of its own."""
+
+import base64
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql.types import StringType, StructField, StructType
+from typer.testing import CliRunner
+
+from parquet_keytools import Keytools
+from parquet_keytools.cli import app
+from parquet_keytools.conformance.report import Verdict
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeytoolsError,
+    KmsError,
+    TableMismatchError,
+    UnsupportedByArrowError,
+    UnsupportedBySparkError,
+)
+
+DATA = pa.table({"tenant": ["acme", "bolt", "acme"], "email": ["a@x", "b@x", "c@x"], "day": [1, 2, 3]})
+PLAIN = DATA.drop_columns(["tenant"])
+TENANTS = ("acme", "bolt")
+KEYS = {
+    name: base64.b64encode(name.ljust(16).encode()).decode()
+    for name in ("footer", *(f"prod/{tenant}" for tenant in TENANTS))
+}
+
+
+def configuration(source: str = "partition", *, keys: Any = KEYS, **table: Any) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "kms": {"type": "in_memory", "keys": keys},
+        "master_keys": {"tenant-{tenant}": "prod/{tenant}"},
+        "tables": {
+            "events": {
+                "footer_key": "footer",
+                "column_keys": {"tenant-{tenant}": ["email"]},
+                "plaintext_columns": ["day", "tenant"] if source == "partition" else ["day"],
+                "key_values": {"tenant": {"from": source, "pattern": "[a-z0-9-]{1,64}"}},
+                **table,
+            }
+        },
+    }
+
+
+def make(source: str = "partition", **changes: Any) -> Keytools:
+    return Keytools.from_mapping(configuration(source, **changes))
+
+
+def only_file(folder: Path) -> Path:
+    (found,) = folder.rglob("*.parquet")
+    return found
+
+
+@pytest.fixture
+def by_partition() -> Keytools:
+    return make(plaintext_columns=["day"])
+
+
+@pytest.fixture
+def data_set(by_partition: Keytools, tmp_path: Path) -> Path:
+    # The column of the folders is in no file.
+    result = make_for_partitions().write_dataset(DATA, tmp_path / "events", partitioning=["tenant"])
+    assert result.engine == "module encryptor"
+    assert any("keys for each value" in reason for reason in result.reasons)
+    return tmp_path / "events"
+
+
+def make_for_partitions(**changes: Any) -> Keytools:
+    return make(plaintext_columns=[], unlisted_columns="plaintext", **changes)
+
+
+def test_each_partition_is_under_the_key_of_its_value(data_set: Path) -> None:
+    keytools = make_for_partitions()
+    assert keytools.read_table(data_set).num_rows == 3
+    assert keytools.verify_folder(data_set).conforms
+    without_bolt = {name: key for name, key in KEYS.items() if name != "prod/bolt"}
+    erased = make_for_partitions(keys=without_bolt)
+    assert erased.read_table(data_set / "tenant=acme")["email"].to_pylist() == ["a@x", "c@x"]
+    with pytest.raises(KeytoolsError):
+        erased.read_table(data_set / "tenant=bolt")
+
+
+def test_a_file_system_writes_each_folder_under_its_key(tmp_path: Path) -> None:
+    keytools = make_for_partitions()
+    pq.write_to_dataset(DATA, str(tmp_path / "d"), partition_cols=["tenant"], filesystem=keytools.filesystem())
+    assert keytools.read_table(tmp_path / "d").num_rows == 3
+    only_acme = make_for_partitions(keys={name: key for name, key in KEYS.items() if name != "prod/bolt"})
+    assert only_acme.read_table(tmp_path / "d" / "tenant=acme").num_rows == 2
+    with pytest.raises(KeytoolsError):
+        only_acme.read_table(tmp_path / "d" / "tenant=bolt")
+
+
+def test_files_are_encrypted_in_place_under_the_key_of_their_folder(tmp_path: Path) -> None:
+    pq.write_to_dataset(DATA, str(tmp_path / "d"), partition_cols=["tenant"])
+    make_for_partitions().encrypt_in_place(tmp_path / "d")
+    assert make_for_partitions().read_table(tmp_path / "d").num_rows == 3
+    make_for_partitions().rekey_in_place(tmp_path / "d")
+    assert make_for_partitions().read_table(tmp_path / "d").num_rows == 3
+
+
+def test_pyarrow_and_spark_cannot_use_templates() -> None:
+    with pytest.raises(UnsupportedByArrowError, match="each value"):
+        make_for_partitions().encryption_properties(None, PLAIN.schema, "tenant=acme/x.parquet")
+    with pytest.raises(UnsupportedBySparkError, match="each value"):
+        make_for_partitions().spark_options("events", StructType([StructField("email", StringType())]))
+
+
+def test_a_file_under_another_value_is_not_skipped(tmp_path: Path) -> None:
+    keytools = make("argument")
+    pq.write_table(PLAIN, tmp_path / "plain.parquet")
+    keytools.encrypt_file(tmp_path / "plain.parquet", tmp_path / "out.parquet", key_values={"tenant": "acme"})
+    with pytest.raises(ConfigurationError, match="skip"):
+        keytools.encrypt_file(
+            tmp_path / "plain.parquet", tmp_path / "out.parquet", skip_existing=True, key_values={"tenant": "bolt"}
+        )
+
+
+def test_a_file_of_another_value_is_refused(data_set: Path) -> None:
+    moved = data_set / "tenant=bolt" / "moved.parquet"
+    shutil.move(only_file(data_set / "tenant=acme"), moved)
+    keytools = make_for_partitions()
+    with pytest.raises(TableMismatchError, match="prod/bolt"):
+        keytools.read_table(moved)
+    with pytest.raises(TableMismatchError):
+        keytools.read_table(data_set)
+    assert keytools.verify_folder(data_set).verdict is Verdict.VIOLATED
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "",
+        "tenant=ACME",
+        "tenant=acme%2Fbolt",
+        "tenant=acme/tenant=bolt",
+        "tenant=acme/Tenant=bolt",
+        "tenant=%2561",
+    ],
+)
+def test_a_path_without_one_allowed_value_is_refused(tmp_path: Path, folder: str) -> None:
+    keytools = make_for_partitions()
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    with pytest.raises(ConfigurationError):
+        keytools.write_table(PLAIN, tmp_path / folder / "data.parquet")
+    assert not list(tmp_path.rglob("*.parquet"))
+    (tmp_path / "tenant=bolt").mkdir(exist_ok=True)
+    written = tmp_path / "tenant=bolt" / "data.parquet"
+    keytools.write_table(PLAIN, written)
+    moved = tmp_path / folder / "moved.parquet"
+    written.rename(moved)
+    with pytest.raises(TableMismatchError):
+        keytools.read_table(moved)
+
+
+def test_folders_may_be_percent_encoded(tmp_path: Path) -> None:
+    keytools = make_for_partitions()
+    (tmp_path / "tenant=%61cme").mkdir()
+    keytools.write_table(PLAIN, tmp_path / "tenant=%61cme" / "data.parquet")
+    (tmp_path / "tenant=acme").mkdir()
+    (tmp_path / "tenant=%61cme" / "data.parquet").rename(tmp_path / "tenant=acme" / "data.parquet")
+    assert keytools.read_table(tmp_path / "tenant=acme" / "data.parquet").num_rows == 3
+
+
+def test_the_value_is_an_argument(tmp_path: Path) -> None:
+    keytools = make("argument")
+    for tenant in TENANTS:
+        keytools.write_table(PLAIN, tmp_path / f"{tenant}.parquet", key_values={"tenant": tenant})
+        with keytools.writer(
+            tmp_path / f"{tenant}-w.parquet", PLAIN.schema, key_values={"tenant": tenant}
+        ) as writer:
+            writer.write_table(PLAIN)
+        keytools.write_dataset(PLAIN, tmp_path / tenant, key_values={"tenant": tenant})
+        pq.write_table(PLAIN, tmp_path.parent / "plain.parquet")
+        keytools.encrypt_file(
+            tmp_path.parent / "plain.parquet", tmp_path / f"{tenant}-e.parquet", key_values={"tenant": tenant}
+        )
+        keytools.rekey_file(
+            tmp_path / f"{tenant}.parquet", tmp_path / f"{tenant}-r.parquet", key_values={"tenant": tenant}
+        )
+    # A reader of all tenants needs no list of them.
+    assert keytools.read_table(tmp_path, filters=[("day", ">", 0)]).num_rows == 3 * 2 * 5
+    without_bolt = make("argument", keys={name: key for name, key in KEYS.items() if name != "prod/bolt"})
+    for path in tmp_path.rglob("*.parquet"):
+        if "bolt" in str(path.relative_to(tmp_path)):
+            with pytest.raises(KeytoolsError):
+                without_bolt.read_table(path)
+        else:
+            assert without_bolt.read_table(path).num_rows == 3
+
+
+@pytest.mark.parametrize("value", ["", "ACME", "acme/bolt", "acme%", "acme\n", "{tenant}", "x" * 65])
+def test_the_pattern_refuses_values(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigurationError, match="refuses"):
+        make("argument").write_table(PLAIN, tmp_path / "data.parquet", key_values={"tenant": value})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("key_values", [None, {}, {"tenat": "acme"}])
+def test_a_missing_value_is_refused(tmp_path: Path, key_values: dict[str, str] | None) -> None:
+    with pytest.raises(ConfigurationError, match="tenant"):
+        make("argument").write_table(PLAIN, tmp_path / "data.parquet", key_values=key_values)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("source", ["partition", "argument"])
+def test_path_and_argument_must_agree(tmp_path: Path, source: str) -> None:
+    keytools = make_for_partitions() if source == "partition" else make("argument", plaintext_columns=["day"])
+    (tmp_path / "tenant=acme").mkdir()
+    path = tmp_path / "tenant=acme" / "data.parquet"
+    with pytest.raises(ConfigurationError, match="differ"):
+        keytools.write_table(PLAIN, path, key_values={"tenant": "bolt"})
+    assert not list(path.parent.iterdir())
+
+
+def test_a_missing_master_key_is_never_created(tmp_path: Path) -> None:
+    with pytest.raises(KmsError):
+        make("argument").write_table(PLAIN, tmp_path / "data.parquet", key_values={"tenant": "new"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_columns_of_one_file_are_under_one_value(tmp_path: Path) -> None:
+    """A file whose columns are under the keys of two values was not written by this table."""
+    fixed = {
+        "footer_key": "footer",
+        "column_keys": {"prod/acme": ["email"], "prod/bolt": ["day"]},
+    }
+    other = Keytools.from_mapping(
+        {"version": 1, "kms": {"type": "in_memory", "keys": KEYS}, "tables": {"events": fixed}}
+    )
+    other.write_table(PLAIN, tmp_path / "data.parquet")
+    table = {"column_keys": {"tenant-{tenant}": ["email", "day"]}, "plaintext_columns": []}
+    with pytest.raises(TableMismatchError):
+        make("argument", **table).read_table(tmp_path / "data.parquet")
+
+
+def test_a_value_must_not_name_another_key(tmp_path: Path) -> None:
+    mapping = configuration("argument", column_keys={"{tenant}": ["email"]})
+    mapping["master_keys"] = {}
+    keytools = Keytools.from_mapping(mapping)
+    with pytest.raises(ConfigurationError, match="another key"):
+        keytools.write_table(PLAIN, tmp_path / "data.parquet", key_values={"tenant": "footer"})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_values": {}}, "key_values does not say"),
+        ({"key_values": {"tenant": {"from": "partition", "pattern": "["}}}, "regular expression"),
+        ({"key_values": {"tenant": {"from": "partition", "pattern": "a*"}}}, "empty value"),
+        ({"key_values": {"tenant": {"from": "guess", "pattern": "a"}}}, "from"),
+        ({"key_values": {"tenant": {"from": "partition"}}}, "pattern"),
+        ({"column_keys": {"a": ["email"]}}, "placeholder"),
+        ({"column_keys": {"{tenant}-{tenant}": ["email"]}}, "at most one"),
+        ({"column_keys": {"tenant-{tennant}": ["email"]}}, "does not say"),
+    ],
+)
+def test_mistakes_are_reported_when_the_configuration_is_loaded(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make("argument", **change)
+
+
+def test_the_identifier_needs_the_placeholder() -> None:
+    mapping = configuration()
+    mapping["master_keys"] = {"tenant-{tenant}": "prod/all"}
+    with pytest.raises(ConfigurationError, match="its identifier"):
+        Keytools.from_mapping(mapping)
+
+
+def test_encrypt_takes_the_value_as_an_option(tmp_path: Path) -> None:
+    import yaml
+
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(configuration("argument")))
+    pq.write_table(PLAIN, tmp_path / "plain.parquet")
+    command = ["encrypt", str(tmp_path / "plain.parquet"), str(tmp_path / "out.parquet")]
+    config = ["--config", str(tmp_path / "c.yaml")]
+    result = CliRunner().invoke(app, [*command, *config])
+    assert result.exit_code == 2
+    assert not (tmp_path / "out.parquet").exists()
+    result = CliRunner().invoke(app, [*command, *config, "--set", "tenant=acme"])
+    assert result.exit_code == 0, result.output
+    without_bolt = make("argument", keys={name: key for name, key in KEYS.items() if name != "prod/bolt"})
+    assert without_bolt.read_table(tmp_path / "out.parquet").equals(PLAIN)
+    result = CliRunner().invoke(app, ["keys", str(tmp_path / "out.parquet"), *config])
+    assert "prod/acme" in result.output
+
+
+def test_one_tenant_is_rotated(tmp_path: Path) -> None:
+    keytools = make("argument")
+    for tenant in TENANTS:
+        keytools.write_table(PLAIN, tmp_path / f"{tenant}.parquet", key_values={"tenant": tenant})
+    acme = (tmp_path / "acme.parquet").read_bytes()
+    before = (tmp_path / "bolt.parquet").read_bytes()
+    keytools.rotate(tmp_path, only_master_keys=["prod/acme"], new_keks=True)
+    assert (tmp_path / "acme.parquet").read_bytes() != acme
+    assert (tmp_path / "bolt.parquet").read_bytes() == before
+    assert keytools.read_table(tmp_path).num_rows == 6
