@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
+from parquet_keytools.config.loader import parse_configuration
 from parquet_keytools.conformance.report import Verdict
 from parquet_keytools.errors import (
     ConfigurationError,
@@ -22,6 +23,7 @@ from parquet_keytools.errors import (
     UnsupportedByArrowError,
     UnsupportedBySparkError,
 )
+from parquet_keytools.kms.in_memory import InMemoryKms
 
 DATA = pa.table({"tenant": ["acme", "bolt", "acme"], "email": ["a@x", "b@x", "c@x"], "day": [1, 2, 3]})
 PLAIN = DATA.drop_columns(["tenant"])
@@ -59,12 +61,7 @@ def only_file(folder: Path) -> Path:
 
 
 @pytest.fixture
-def by_partition() -> Keytools:
-    return make(plaintext_columns=["day"])
-
-
-@pytest.fixture
-def data_set(by_partition: Keytools, tmp_path: Path) -> Path:
+def data_set(tmp_path: Path) -> Path:
     # The column of the folders is in no file.
     result = make_for_partitions().write_dataset(DATA, tmp_path / "events", partitioning=["tenant"])
     assert result.engine == "module encryptor"
@@ -302,3 +299,37 @@ def test_one_tenant_is_rotated(tmp_path: Path) -> None:
     assert (tmp_path / "acme.parquet").read_bytes() != acme
     assert (tmp_path / "bolt.parquet").read_bytes() == before
     assert keytools.read_table(tmp_path).num_rows == 6
+
+
+class CountingKms(InMemoryKms):
+    """Counts the keys that it wraps and unwraps."""
+
+    calls = 0
+
+    def wrap_many(self, requests: Any) -> Any:
+        self.calls += len(requests)
+        return super().wrap_many(requests)
+
+    def unwrap_many(self, requests: Any) -> Any:
+        self.calls += len(requests)
+        return super().unwrap_many(requests)
+
+
+def test_each_tenant_takes_one_call(tmp_path: Path) -> None:
+    tenants = [f"t{position}" for position in range(20)]
+    kms = CountingKms({"footer": None, **{f"prod/{tenant}": None for tenant in tenants}})
+    mapping = configuration(plaintext_columns=[], unlisted_columns="plaintext")
+    keytools = Keytools(parse_configuration(mapping), kms=kms)
+    data = pa.table({"tenant": tenants, "email": tenants, "day": list(range(20))})
+    for part in range(3):
+        keytools.write_dataset(
+            data,
+            tmp_path / "d",
+            partitioning=["tenant"],
+            basename_template=f"{part}-{{i}}.parquet",
+            existing_data_behavior="overwrite_or_ignore",
+        )
+    assert kms.calls == 20 + 1
+    keytools.clear_caches()
+    assert keytools.read_table(tmp_path / "d").num_rows == 60
+    assert kms.calls == 2 * (20 + 1)
