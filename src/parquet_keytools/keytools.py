@@ -1161,7 +1161,9 @@ class Keytools(Summarised):
         )
         location = FileLocation.resolve(path, filesystem)
         after = to if isinstance(to, Keytools) else self
-        with self._updated_list(None if dry_run else update_list, location, after, table_name, list_key):
+        with self._updated_list(
+            None if dry_run else update_list, location, after, table_name, list_key, moves=moves
+        ):
             return rotate_data_set(
                 location,
                 Rewrapping(self._keys, plan, new_kms),
@@ -1178,6 +1180,7 @@ class Keytools(Summarised):
         list_key: str | None,
         new_table_name: str | None = None,
         rekeyed: Collection[str] = (),
+        moves: Mapping[str, str] | None = None,
     ) -> Iterator[None]:
         """Update a list of files, if there is one, after a `with` block; see `file_list.updated_list`."""
         if update_list is None:
@@ -1185,6 +1188,7 @@ class Keytools(Summarised):
             return
         before = ListKeeper(self._keys, table_name, list_key)
         keeper = ListKeeper(after._keys, new_table_name or table_name, list_key)
+        keeper.follow(moves)
         with updated_list(FileLocation.resolve(update_list), folder, before, keeper, rekeyed):
             yield
 

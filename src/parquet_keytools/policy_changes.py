@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from parquet_keytools.config.document import UnreadableYamlError, read_yaml
-from parquet_keytools.config.key_policy import WILDCARD, ChosenKey, ColumnPath, resolve_columns, undecided_columns
+from parquet_keytools.config.key_policy import (
+    WILDCARD,
+    ChosenKey,
+    ColumnPath,
+    MasterKeyReference,
+    resolve_columns,
+    resolve_key,
+    undecided_columns,
+)
 from parquet_keytools.config.labels import FieldLabels, no_field_labels
 from parquet_keytools.config.loader import load_configuration
-from parquet_keytools.config.settings import Configuration
+from parquet_keytools.config.settings import Configuration, TableSettings
 from parquet_keytools.errors import ConfigurationError
 
 _SECONDS = 60
@@ -82,6 +90,8 @@ def _of_table(
     if before.algorithm != after.algorithm:
         is_weaker = after.algorithm == "AES_GCM_CTR_V1"
         yield PolicyChange(name, "algorithm", before.algorithm, after.algorithm, None, is_weaker)
+    if leaf_paths is None:
+        yield from _of_defaults(old, new, name)
     columns = leaf_paths or sorted({*_named(old, name), *_named(new, name)})
     were, are = _decisions(old, name, columns, field_labels), _decisions(new, name, columns, field_labels)
     for column in columns:
@@ -89,6 +99,51 @@ def _of_table(
         if was != now:
             is_weaker = now == _PLAINTEXT and was not in (_PLAINTEXT, _UNDECIDED)
             yield PolicyChange(name, ".".join(column), was, now, place, is_weaker)
+
+
+def _of_defaults(old: Configuration, new: Configuration, name: str) -> Iterator[PolicyChange]:
+    """Yield what changed for columns that no configuration names, and master keys behind the same names."""
+    before, after = old.tables[name], new.tables[name]
+    was, now = _default(before), _default(after)
+    if was != now:
+        is_weaker = now == _PLAINTEXT and was != _UNDECIDED
+        yield PolicyChange(name, "columns that nothing names", was, now, None, is_weaker)
+    for pattern, key in _globs(before).items():
+        if _globs(after).get(pattern) != key:
+            text = _globs(after).get(pattern, now)
+            yield PolicyChange(name, pattern, key, text, None, text == _PLAINTEXT)
+    if before.labels.field != after.labels.field:
+        fields = [table.labels.field or "none" for table in (before, after)]
+        is_weaker = before.labels.field is not None and now == _PLAINTEXT
+        yield PolicyChange(name, "labels of the data", fields[0], fields[1], None, is_weaker)
+    for key in dict.fromkeys(key for _, key in before.key_uses()):
+        ids = [_identifier(configuration, key) for configuration in (old, new)]
+        if None not in ids and ids[0] != ids[1]:
+            yield PolicyChange(name, f"master key {key}", str(ids[0]), str(ids[1]), None, False)
+
+
+def _default(table: TableSettings) -> str:
+    how = table.treats_unlisted
+    if how == "key" and table.labels.unlabelled is not None:
+        return table.labels.unlabelled.key or _PLAINTEXT
+    return {"error": _UNDECIDED, "plaintext": _PLAINTEXT}.get(how, table.footer_key)
+
+
+def _globs(table: TableSettings) -> dict[str, str]:
+    return {
+        pattern: key
+        for key, patterns in table.column_keys.items()
+        for pattern in patterns
+        if WILDCARD.search(pattern)
+    }
+
+
+def _identifier(configuration: Configuration, key: str) -> str | None:
+    try:
+        reference = resolve_key(configuration, key)
+    except ConfigurationError:
+        return None
+    return reference.master_key_id if isinstance(reference, MasterKeyReference) else None
 
 
 _PLAINTEXT = "plaintext"

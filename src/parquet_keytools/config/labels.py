@@ -96,21 +96,23 @@ class Labels:
         return tuple(dict.fromkeys(key for key in used if key is not None))
 
     @cached_property
-    def _by_column(self) -> dict[str, Label]:
+    def by_column(self) -> dict[str, Label]:
+        """Dotted path in lower case -> its label; of several, one with a key."""
         found: dict[str, Label] = {}
         for label in self.labels:
-            found.setdefault(label.column.casefold(), label)
+            name = label.column.casefold()
+            if name not in found or (found[name].key is None and label.key is not None):
+                found[name] = label
         return found
 
     def of(self, leaf: ColumnPath) -> Label | None:
         """Return the label of a leaf column: its own, or else the nearest parent's. Case is ignored."""
         if not self.labels:
             return None
-        for path in (leaf, without_wrappers(leaf)):
-            for length in range(len(path), 0, -1):
-                label = self._by_column.get(".".join(path[:length]).casefold())
-                if label is not None:
-                    return label
+        for path in nearest_first(leaf):
+            label = self.by_column.get(".".join(path).casefold())
+            if label is not None:
+                return label
         return None
 
     def of_fields(
@@ -122,7 +124,7 @@ class Labels:
             leaves: The leaf columns.
             field_labels: The labels of the fields.
             path: Place of the table in the configuration.
-            mistakes: Receives labels that are no class.
+            mistakes: Receives labels that are no class, and labels that no column has if it would be plaintext.
         """
         if self.field is None:
             return {}
@@ -136,33 +138,49 @@ class Labels:
                 by_field[field] = Label(".".join(field), class_name, found.key, place)
         labels = {}
         for leaf in leaves if by_field else ():
-            names = without_wrappers(leaf)
-            near = [by_field.get(path[:length]) for path in (leaf, names) for length in range(len(path), 0, -1)]
+            near = (by_field.get(path) for path in nearest_first(leaf))
             label = next((label for label in near if label is not None), None)
             if label is not None:
                 labels[leaf] = label
+        if self._leaves_plaintext:
+            there = {path for leaf in leaves for path in nearest_first(leaf)}
+            for field, label in by_field.items():
+                if field not in there:
+                    message = f"no column is named {label.column!r}, which has the label {label.text}."
+                    hint = "Columns without a label would be plaintext."
+                    mistakes.append(Mistake((*path, "labels_from"), message, hint))
         return labels
+
+    @property
+    def _leaves_plaintext(self) -> bool:
+        return self.unlabelled is not None and self.unlabelled.key is None
 
     def unmatched(self, leaves: Sequence[ColumnPath]) -> Iterator[Label]:
         """Yield the labels with a key that no column has, if an unlabelled column would be plaintext.
 
         The column may have another name now.
         """
-        if self.unlabelled is None or self.unlabelled.key is not None:
+        if not self._leaves_plaintext:
             return
-        names = {
-            ".".join(path[:length]).casefold()
-            for leaf in leaves
-            for path in (leaf, without_wrappers(leaf))
-            for length in range(1, len(path) + 1)
-        }
-        for label in self._by_column.values():
+        names = {".".join(path).casefold() for leaf in leaves for path in nearest_first(leaf)}
+        for label in self.by_column.values():
             if label.key is not None and label.column.casefold() not in names:
                 yield label
 
 
-_OF_LISTS = frozenset({("list", "element"), ("list", "item"), ("bag", "array_element"), ("list", "array")})
-_OF_MAPS = frozenset({("key_value", "key"), ("key_value", "value"), ("entries", "key"), ("entries", "value")})
+_OF_LISTS = frozenset(
+    {("list", "element"), ("list", "item"), ("list", "array"), ("bag", "array_element"), ("bag", "array")}
+)
+_OF_MAPS = frozenset((outer, inner) for outer in ("key_value", "entries", "map") for inner in ("key", "value"))
+_ALONE = "array"
+"""The only name between a list and its elements in files of old writers."""
+
+
+def nearest_first(leaf: ColumnPath) -> Iterator[ColumnPath]:
+    """Yield the path of a leaf column and its parents, each with and without the names of `without_wrappers`."""
+    for length in range(len(leaf), 0, -1):
+        yield leaf[:length]
+        yield without_wrappers(leaf[:length])
 
 
 def without_wrappers(leaf: ColumnPath) -> ColumnPath:
@@ -173,7 +191,7 @@ def without_wrappers(leaf: ColumnPath) -> ColumnPath:
         pair = leaf[position : position + 2]
         if position and pair in _OF_LISTS:
             position += 2
-        elif position and pair in _OF_MAPS:
+        elif position and (pair in _OF_MAPS or pair[0] == _ALONE):
             position += 1
         else:
             names.append(leaf[position])
@@ -408,15 +426,17 @@ def read_labels(
         reading.read()
         labels += reading.labels
         mistakes += [Mistake(("labels_from", position), *problem) for problem in reading.problems]
-    kept = [label for label in labels if not is_overridden(label.column)]
-    return kept, [*mistakes, *_contradictions(kept)]
+    # Without a schema, `column_keys` may only seem to cover a column: the labels are kept.
+    decided = [label for label in labels if not is_overridden(label.column)]
+    return labels, [*mistakes, *_contradictions(decided)]
 
 
 def _contradictions(labels: Sequence[Label]) -> Iterator[Mistake]:
     """Yield labels of one column that protect it differently, and plaintext within a column that has a key."""
     first: dict[str, Label] = {}
     for label in labels:
-        other = first.setdefault(label.column.casefold(), label)
+        name = ".".join(without_wrappers(tuple(label.column.casefold().split("."))))
+        other = first.setdefault(name, label)
         if other.key != label.key:
             yield _contradiction(label.column, label, other)
     for column, label in first.items():

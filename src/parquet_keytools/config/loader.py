@@ -236,7 +236,7 @@ def _with_labels(document: dict[str, Any], configuration: Configuration) -> dict
     tables = dict(document.get("tables") or {})
     for name, table in configuration.tables.items():
         if any(source.kind not in ("arrow", "columns") for source in table.labels_from):
-            labels = table.labels.labels
+            labels = table.labels.by_column.values()
             read = {
                 "columns": {_literal(label.column): _literal(label.class_name) for label in labels},
                 "places": {_literal(label.column): _literal(label.place) for label in labels},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -138,13 +139,28 @@ class ListKeeper:
         self._key_name = key_name or table.footer_key
         keys.master_key_id(self._key_name)
 
+    def follow(self, moves: Mapping[str, str] | None) -> None:
+        """Take the master key that replaces the key of the list, as a rotation moves keys.
+
+        Args:
+            moves: Old master key -> new master key; None takes the moves of the configuration.
+        """
+        moves = self._keys.configuration.rotation.moves if moves is None else moves
+        own = self._keys.master_key_id(self._key_name)
+        for old, new in moves.items():
+            if self._keys.master_key_id(old) == own:
+                self._key_name = new
+
     def refuse_inside(self, target: FileLocation, folder: FileLocation) -> None:
         """Refuse a list inside the folder, where anyone who may change the data may put back an older list.
 
         Raises:
             ConfigurationError: It would be there.
         """
-        if f"{target.path}/".startswith(f"{folder.path.rstrip('/')}/"):
+        paths = [place.path.rstrip("/") for place in (target, folder)]
+        if target.is_local and folder.is_local:
+            paths = [os.path.realpath(path) for path in paths]
+        if f"{paths[0]}/".startswith(f"{paths[1]}/"):
             raise ConfigurationError(
                 f"the list {target} is in the folder of its files.",
                 hint="Keep it where those who write the data cannot: an older list fits older files.",

@@ -11,10 +11,11 @@ from typing import Literal
 
 from pyarrow import fs as pafs
 
+from parquet_keytools.config.key_policy import resolve_columns
 from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import Footer, read_envelope, read_footer
-from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     ConfigurationError,
@@ -97,7 +98,7 @@ def encrypt_file(
     refuse_same_file(source, target)
     _refuse_skipping(skip_existing, key_values)
     opens_source = partial(_decided_contents, keys, table_name)
-    opens_target = partial(encrypted_contents, keys, table_name=table_name)
+    opens_target = partial(labelled_contents, keys, table_name=table_name)
     is_same = partial(_same, source, target, opens_source, opens_target)
     if skip_existing == "unauthenticated":
         is_same = partial(_shows_the_same, keys, source, target, table_name)
@@ -174,7 +175,7 @@ def rekey_file(
     refuse_same_file(source, target)
     _refuse_skipping(skip_existing, key_values)
     opens_source = partial(encrypted_contents, keys, table_name=table_name, aad_prefix=aad_prefix)
-    opens_target = partial(encrypted_contents, new_keys, table_name=new_table_name)
+    opens_target = partial(labelled_contents, new_keys, table_name=new_table_name)
     is_same = partial(_same, source, target, opens_source, opens_target)
     if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite):
         return _skipped(source, target)
@@ -356,6 +357,31 @@ def encrypted_contents(
         opened.refuse_unencrypted()
     opened.refuse_denied(None)
     return Contents(opened.footer, opened.deks)
+
+
+def labelled_contents(keys: KeyService, location: FileLocation, table_name: str | None) -> Contents:
+    """Open an encrypted file whose columns are protected as the labels in its own schema ask for.
+
+    Raises:
+        ConfigurationError: A column is plaintext, and its field has a label with a key.
+        KeytoolsError: See `encrypted_contents`.
+    """
+    contents = encrypted_contents(keys, location, table_name)
+    footer, (name, table) = contents.footer, keys.configuration.select_table(table_name)
+    if table.labels.field is not None:
+        leaves = [column.path for column in footer.columns]
+        columns = resolve_columns(
+            keys.configuration, name, leaves, may_be_undecided=True, field_labels=labels_of_footer(footer)
+        )
+        for column in footer.columns:
+            label = columns[column.path].label
+            if column.encryption is ColumnEncryption.PLAINTEXT and label is not None and label.key is not None:
+                raise ConfigurationError(
+                    f"{location} is encrypted, but column {'.'.join(column.path)!r} is plaintext and has the "
+                    f"label {label.text}.",
+                    hint="Give the file new keys for its columns: `rekey`.",
+                )
+    return contents
 
 
 def is_there_already(

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from parquet_keytools.config.labels import ColumnPath, FieldLabels
 from parquet_keytools.encryption.footer import Footer
-from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.errors import ConfigurationError, ParquetFormatError
 from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY
 from parquet_keytools.format.schema_key_values import SPARK_SCHEMA_KEY
 
@@ -27,17 +27,30 @@ def _in_footer(footer: Footer, field: str) -> Mapping[ColumnPath, str]:
     for entry in footer.metadata.key_value_metadata or []:
         try:
             if entry.key == SPARK_SCHEMA_KEY:
-                found |= labels_of_spark(json.loads(entry.value or ""), field)
+                read = labels_of_spark(json.loads(entry.value or ""), field)
             elif entry.key == ARROW_SCHEMA_KEY:
                 schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(entry.value or "")))
-                found |= labels_of_schema(schema, field)
+                read = labels_of_schema(schema, field)
+            else:
+                continue
         except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             # A label that cannot be read must not leave its column in plaintext.
             raise ParquetFormatError(
                 f"the schema under {entry.key!r} in its metadata is not valid, and may hold labels of columns",
                 path=footer.path,
             ) from None
+        for path, label in read.items():
+            _add(found, path, label)
     return found
+
+
+def _add(found: dict[ColumnPath, str], path: ColumnPath, label: str) -> None:
+    """Add a label; refuse two of one field, of which one could protect less."""
+    if found.setdefault(path, label) != label:
+        raise ConfigurationError(
+            f"the field {'.'.join(path)!r} has two labels: {found[path]!r} and {label!r}.",
+            hint="Correct the metadata of the field, in Arrow's schema and in Spark's.",
+        )
 
 
 def labels_of_spark(schema: Any, field: str) -> Mapping[ColumnPath, str]:
@@ -51,7 +64,7 @@ def labels_of_spark(schema: Any, field: str) -> Mapping[ColumnPath, str]:
             below = (*path, str(child["name"]))
             label = (child.get("metadata") or {}).get(field)
             if label is not None:
-                found[below] = str(label)
+                _add(found, below, str(label))
             look(child.get("type"), below)
         look(data_type.get("elementType"), path)
         look(data_type.get("keyType"), (*path, "key"))
@@ -69,7 +82,7 @@ def labels_of_schema(schema: pa.Schema, field: str) -> Mapping[ColumnPath, str]:
     def look(one: pa.Field, path: ColumnPath) -> None:
         label = (one.metadata or {}).get(key)
         if label is not None:
-            found[path] = label.decode("utf-8", "replace")
+            _add(found, path, label.decode("utf-8", "replace"))
         look_into(one.type, path)
 
     def look_into(data_type: pa.DataType, path: ColumnPath) -> None:
@@ -88,3 +101,30 @@ def labels_of_schema(schema: pa.Schema, field: str) -> Mapping[ColumnPath, str]:
     for one in schema:
         look(one, (one.name,))
     return found
+
+
+class LabelsOfData:
+    """The labels of the schema that decided about the keys of a file, for data that comes later."""
+
+    def __init__(self, field: str | None, schema: pa.Schema) -> None:
+        """Keep the labels; `field` is the metadata entry that holds them, None if labels of data do not count."""
+        self._field = field
+        self._labels = {} if field is None else labels_of_schema(schema, field)
+        self._seen = schema
+
+    def refuse_others(self, schema: pa.Schema) -> None:
+        """Refuse data with a label that the schema did not have: its column may be plaintext.
+
+        Raises:
+            ConfigurationError: A field has another label.
+        """
+        if self._field is None or schema is self._seen:
+            return
+        for path, label in labels_of_schema(schema, self._field).items():
+            if self._labels.get(path) != label:
+                raise ConfigurationError(
+                    f"the field {'.'.join(path)!r} of later data has the label {label!r}, and the schema of "
+                    "the file does not.",
+                    hint="Open the writer with a schema that has the label.",
+                )
+        self._seen = schema

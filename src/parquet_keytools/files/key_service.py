@@ -19,6 +19,7 @@ from parquet_keytools.config.key_policy import (
     check_key_names,
     configured_master_key_ids,
     keys_of_value,
+    moved_master_key_ids,
     resolve_columns,
     resolve_key,
 )
@@ -325,8 +326,11 @@ class KeyService:
         return reference.master_key_id
 
     def is_under(self, material: KeyMaterial, name: str) -> bool:
-        """Return whether key material of a list says that a master key wraps its key."""
-        return self._of_file(material).master_key_id == self.master_key_id(name)
+        """Return whether key material of a list names a master key, or one that a move connects with it."""
+        wanted = self.master_key_id(name)
+        moves = moved_master_key_ids(self.configuration)
+        connected = {wanted, *(key for move in moves if wanted in move for key in move)}
+        return self._of_file(material).master_key_id in connected
 
     def new_wrapped_key(self, name: str) -> tuple[SecretBytes, KeyMaterial]:
         """Return a new key of 256 bits, and its key material under a master key, which wraps it directly.

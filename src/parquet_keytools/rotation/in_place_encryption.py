@@ -15,7 +15,7 @@ from parquet_keytools.errors import (
     OutputError,
     StorageFailedError,
 )
-from parquet_keytools.files.conversion import Contents, encrypted_contents, policy_of
+from parquet_keytools.files.conversion import Contents, labelled_contents, policy_of
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.replacement import NewKeyMaterial, replacement
 from parquet_keytools.files.table_check import names_in_folders
@@ -51,7 +51,7 @@ class _Encrypting:
         tail, envelope = read_tail(location)
         if envelope.mode is not FooterMode.UNENCRYPTED:
             # As an earlier run leaves it. Any other encrypted file is an error.
-            self._refuse_undecided(location, encrypted_contents(self._keys, location, self._request.table_name))
+            self._refuse_undecided(location, labelled_contents(self._keys, location, self._request.table_name))
             return FileRotation(str(location), RotationOutcome.ALREADY_ENCRYPTED)
 
         def check() -> None:

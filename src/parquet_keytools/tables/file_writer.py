@@ -25,7 +25,7 @@ from parquet_keytools.encryption.aad import (
 from parquet_keytools.encryption.file_encryptor import StreamedFile
 from parquet_keytools.errors import FormatLimitError, OutputError
 from parquet_keytools.files.conversion import new_file_encryption
-from parquet_keytools.files.field_labels import labels_of_schema
+from parquet_keytools.files.field_labels import LabelsOfData, labels_of_schema
 from parquet_keytools.files.key_service import TablePolicy
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
 from parquet_keytools.runtime.endings import ExceptionWatch
@@ -109,6 +109,7 @@ class EncryptedParquetWriter:
         # Some versions of Arrow go on after the last ordinal.
         refuse_more_than_ordinals(target, columns=len(paths))
         policy = encryptor.keys.policy(table_name, paths, partial(labels_of_schema, schema), key_values)
+        self._labels = LabelsOfData(policy.table.labels.field, schema)
         reasons = arrow_limits(policy, options)
         self.result: WriteResult | None = None
         self._target = target
@@ -153,6 +154,7 @@ class EncryptedParquetWriter:
         """Write a table; see `write`."""
         row_group_size = row_group_rows(row_group_size)
         with self._all_or_nothing():
+            self._labels.refuse_others(table.schema)
             self._file.write(table, row_group_size)
         self._rows += table.num_rows
 

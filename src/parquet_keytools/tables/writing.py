@@ -13,7 +13,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.aad import refuse_more_than_ordinals
-from parquet_keytools.files.field_labels import labels_of_schema
+from parquet_keytools.files.field_labels import LabelsOfData, labels_of_schema
 from parquet_keytools.storage.local_files import failing_as_output, without_leftovers
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import written_bytes
@@ -220,6 +220,10 @@ def write_dataset(
         leaves = arrow_leaf_paths(schema, write_options)
         all_columns = keys.policy(table_name, leaves, partial(labels_of_schema, schema))
         all_columns.check_partition_columns(partition_names)
+    _, table = keys.configuration.select_table(table_name)
+    labels = LabelsOfData(table.labels.field, schema)
+    for part in data if isinstance(data, list) else ():
+        labels.refuse_others(part.schema)
     schema = pa.schema([field for field in schema if field.name not in partition_names])
     paths = arrow_leaf_paths(schema, write_options)
     refuse_more_than_ordinals(folder, columns=len(paths))

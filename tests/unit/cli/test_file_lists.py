@@ -214,3 +214,20 @@ def test_rekey_in_place_keeps_the_list_up_to_date(listed) -> None:
     assert after["files"].keys() == before["files"].keys()
     for name, entry in after["files"].items():
         assert entry["file_unique"] != before["files"][name]["file_unique"]
+
+
+def test_a_rotation_that_moves_the_key_of_the_list(listed) -> None:
+    one = listed()
+    case = one.case
+    arguments = ["rotate", case.data, "--config", case.config, "--from", "footer", "--to", "times"]
+    assert one.run(*arguments, "--update-list", one.list).exit_code == 0
+    case.keystore.set_enabled("footer", False, 1)
+    case.config.write_text(case.config.read_text().replace('"footer_key": "footer"', '"footer_key": "times"'))
+    assert one.expect().exit_code == 0
+
+
+def test_a_link_into_the_folder(listed, tmp_path: Path) -> None:
+    one = listed()
+    (tmp_path / "link").symlink_to(one.case.data)
+    done = one.verify("--record", tmp_path / "link" / "list.json")
+    assert done.exit_code == 2 and "in the folder of its files" in done.stderr

@@ -124,3 +124,39 @@ def test_mistakes(run, repository: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone.yaml"
     alone.write_text("version: 1\n")
     assert run("check", alone, "--since", "HEAD").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("unlabelled: pii", "unlabelled: public"),
+        ("unlabelled: public\n    column_keys: {pii: ['addr*']}", "unlabelled: public"),
+        (
+            "unlabelled: public\n    labels_from: [arrow: {}, csv: labels/customers.csv]",
+            "unlabelled: public\n    labels_from: [csv: labels/customers.csv]",
+        ),
+    ],
+    ids=["unlabelled columns", "a pattern", "labels of the data"],
+)
+def test_what_no_column_names(run, repository: Path, before: str, after: str) -> None:
+    config = repository / "keys" / "c.yaml"
+
+    def write(more: str) -> None:
+        own = "    labels_from: [csv: labels/customers.csv]\n"
+        text = CONFIGURATION.replace(own, "") if "labels_from" in more else CONFIGURATION
+        config.write_text(f"{text}    {more}\n")
+
+    write(before)
+    git(repository, "commit", "--all", "--quiet", "--message", "Before")
+    write(after)
+    done = run("check", config, "--since", "HEAD", "--json")
+    assert done.exit_code == 1, done.output
+    assert any(weaker for _, _, weaker in changes(done).values())
+
+
+def test_another_master_key_behind_a_name_is_shown(run, repository: Path) -> None:
+    config = repository / "keys" / "c.yaml"
+    config.write_text(CONFIGURATION + "master_keys: {pii: pci}\n")
+    done = run("check", config, "--since", "HEAD", "--json")
+    assert done.exit_code == 0
+    assert changes(done) == {"master key pii": ("pii", "pci", False)}

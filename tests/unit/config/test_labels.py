@@ -478,3 +478,87 @@ def test_a_configuration_in_a_file(tmp_path: Path) -> None:
     )
     (label,) = load_configuration(tmp_path / "keytools.yaml").tables["t"].labels.labels
     assert (label.column, label.class_name, label.place) == ("email", "pii", "labels.csv:2")
+
+
+# --- spellings, and data that comes later ---
+
+PEOPLE = pa.table(
+    {"people": [[{"name": "n", "ssn": "1"}]], "m": pa.array([[("k", "v")]], pa.map_(pa.string(), pa.string()))}
+)
+
+
+def columns_source(**labels: str) -> dict[str, Any]:
+    return {"columns": {column.replace("__", "."): name for column, name in labels.items()}}
+
+
+@pytest.mark.parametrize("column", ["people.ssn", "people.list.element.ssn", "PEOPLE.list.element.SSN"])
+def test_the_label_of_a_column_in_a_list_comes_before_its_parents(make: Make, tmp_path: Path, column: str) -> None:
+    tools = make({"columns": {"people": "public", column: "pii", "m": "public", "m.value": "payment"}})
+    tools.write_table(PEOPLE, tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {
+        "people.list.element.name": None, "people.list.element.ssn": "pii",
+        "m.key_value.key": None, "m.key_value.value": "pci",
+    }  # fmt: skip
+
+
+def test_contradictions_are_found_in_any_spelling(make: Make) -> None:
+    with pytest.raises(ConfigurationError, match="contradicting"):
+        make(columns_source(people__ssn="pii"), {"columns": {"people.list.element.ssn": "public"}})
+
+
+@pytest.mark.parametrize(("first", "second"), [("pii", "public"), ("public", "pii"), ("pii", "payment")])
+def test_two_schemas_of_a_file_that_disagree(make: Make, tmp_path: Path, first: str, second: str) -> None:
+    table = pa.table({"email": ["a"]}, schema=pa.schema([labelled("email", pa.string(), first)]))
+    fields = [{"name": "email", "type": "string", "nullable": True, "metadata": {"class": second}}]
+    with pq.ParquetWriter(tmp_path / "plain.parquet", table.schema) as writer:
+        writer.write_table(table)
+        text = json.dumps({"type": "struct", "fields": fields})
+        writer.add_key_value_metadata({"org.apache.spark.sql.parquet.row.metadata": text})
+    tools = make({"arrow": {}}, unlabelled="public")
+    with pytest.raises(ConfigurationError, match="two labels"):
+        tools.encrypt_file(tmp_path / "plain.parquet", tmp_path / "x.parquet")
+
+
+def test_a_label_of_the_data_whose_column_has_another_name(make: Make, tmp_path: Path) -> None:
+    schema = pa.schema([labelled("first name", pa.string(), "pii")])
+    table = pa.table({"first name": ["a"]}, schema=schema)
+    tools = make({"arrow": {}}, unlabelled="public")
+    with pytest.raises(ConfigurationError, match="no column is named 'first name'"):
+        tools.write_table(table, tmp_path / "x.parquet", flavor="spark")
+
+
+def test_files_from_before_a_label_are_not_passed_over(make: Make, tmp_path: Path) -> None:
+    table = pa.table({"email": ["a"]}, schema=pa.schema([labelled("email", pa.string(), "pii")]))
+    pq.write_table(table, tmp_path / "plain.parquet")
+    before = make(columns_source(email="public"))
+    before.encrypt_file(tmp_path / "plain.parquet", tmp_path / "x.parquet")
+    tools = make({"arrow": {}}, unlabelled="public")
+    with pytest.raises(KeytoolsError, match="email"):
+        tools.encrypt_in_place(tmp_path / "x.parquet")
+    result = tools.encrypt_file(
+        tmp_path / "plain.parquet", tmp_path / "x.parquet", skip_existing=True, overwrite=True
+    )
+    assert not result.skipped
+    assert keys(tools, tmp_path / "x.parquet") == {"email": "pii"}
+
+
+def test_later_data_of_a_writer_has_no_other_labels(make: Make, tmp_path: Path) -> None:
+    tools = make({"arrow": {}}, unlabelled="public")
+    plain = pa.table({"email": ["a"]})
+    marked = plain.cast(pa.schema([labelled("email", pa.string(), "pii")]))
+    with (
+        pytest.raises(ConfigurationError, match="'pii'"),
+        tools.writer(tmp_path / "x.parquet", plain.schema) as writer,
+    ):
+        writer.write_table(plain)
+        writer.write_table(marked)
+    assert not (tmp_path / "x.parquet").exists()
+    with pytest.raises(ConfigurationError, match="'pii'"):
+        tools.write_dataset([plain, marked], tmp_path / "folder")
+
+
+def test_a_pattern_that_only_seems_to_cover_a_column(make: Make, tmp_path: Path) -> None:
+    tools = make(columns_source(email="pii"), column_keys={"other": ["e*l"]}, unlabelled="payment")
+    table = pa.table({"email": ["a"], "e*l": ["b"]})
+    tools.write_table(table, tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {"email": "pii", "e*l": "other"}
