@@ -105,7 +105,7 @@ def test_check_waits_a_few_seconds_only(free_port: int, tmp_path: Path) -> None:
     )
     config.chmod(0o600)
     done = CliRunner().invoke(app, ["check", str(config)])
-    assert done.exit_code == 3 and "the connection was refused" in " ".join(done.stdout.split())
+    assert done.exit_code == 3 and "the connection was refused" in " ".join(done.stderr.split())
 
 
 def test_what_is_shorter_stays_as_it_is() -> None:
