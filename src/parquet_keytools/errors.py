@@ -426,7 +426,7 @@ class KeyMaterialError(ParquetFormatError):
 
 
 class FileListError(KeytoolsError):
-    """A list of files is not authentic or not valid, or the files of a folder are not those of the list."""
+    """A list of files is not authentic or not valid, or the files of a folder differ from it."""
 
 
 class VisibleMetadataError(KeytoolsError):

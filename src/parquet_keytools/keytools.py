@@ -1141,7 +1141,7 @@ class Keytools(Summarised):
 
         Raises:
             ConfigurationError: The configuration has no KMS, or the moves are not possible.
-            FileListError: The list is not authentic, or the files are not those of the list.
+            FileListError: The list is not authentic, or the files differ from it.
             KmsError: A new master key does not exist, or is disabled.
             FileNotFoundError: The file or folder does not exist.
             NoParquetFilesError: The folder has no Parquet files.
@@ -1274,7 +1274,7 @@ class Keytools(Summarised):
         Raises:
             FileNotFoundError: The file or folder does not exist.
             ConfigurationError: The table does not exist.
-            FileListError: The list is not authentic, or the files are not those of the list.
+            FileListError: The list is not authentic, or the files differ from it.
             KeytoolsError: The file failed. For a folder, the report lists files that failed.
         """
         is_other = new_keytools is not None
@@ -1300,7 +1300,10 @@ class Keytools(Summarised):
             follow_links=follow_links,
         )
         location, after = FileLocation.resolve(path, filesystem), new_keytools or self
-        with self._updated_list(update_list, location, after, table_name, list_key, new_table_name, rekeyed):
+        # `rotation.moves` is for rotations: a rekeyed file is under the keys of its table.
+        with self._updated_list(
+            update_list, location, after, table_name, list_key, new_table_name, rekeyed, moves={}
+        ):
             return rekeying.rekey_data_set(self._keys, after._keys, location, request)
 
     # --- keys in use ---

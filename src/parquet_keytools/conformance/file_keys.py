@@ -136,7 +136,7 @@ class TableFiles:
 
     Attributes:
         metadata_files: Paths of metadata files, which are plaintext by design.
-        refused: Path of each other metadata file -> why it is not that of an authentic table.
+        refused: Path of each other metadata file -> why no authentic table has it.
         not_checked: Path of each metadata file that could not be checked -> why.
         keys: Path of each Parquet file -> its key.
         kms_is_unavailable: Whether files could not be checked because the KMS could not be reached.

@@ -310,7 +310,7 @@ def updated_list(
 
     Raises:
         ConfigurationError: The list is in the folder.
-        FileListError: The list is not authentic, or the files are not those of the list.
+        FileListError: The list is not authentic, or the files differ from it.
     """
     before.refuse_inside(target, folder)
     listed = before.read(target).files
@@ -353,6 +353,6 @@ def _compare(
         shown = "; ".join(map(escaped_path, sorted(problems)[:_MOST_NAMED]))
         more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise FileListError(
-            f"the files are not those of the list {target}: {shown}{more}.",
+            f"the files differ from the list {target}: {shown}{more}.",
             hint="Find out why: `verify --expect`. To accept the files that are there: `verify --record`.",
         )
