@@ -251,8 +251,8 @@ class KeyService:
                 how = (
                     f"Write it into a folder `{placeholder}=VALUE`, or partition by {placeholder}."
                     if setting.source == "partition"
-                    else f'Give key_values={{"{placeholder}": VALUE}}, or --set {placeholder}=VALUE, which --in-place '
-                    "does not have."
+                    else f'Give key_values={{"{placeholder}": VALUE}}, or --set {placeholder}=VALUE, which does '
+                    "not go with --in-place."
                 )
                 raise ConfigurationError(
                     f"{location} has no value of {placeholder}, on which its keys depend.", hint=how
