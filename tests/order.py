@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 SPARK_CLUSTER = "cluster of Spark"
+SPARK_FIXTURE = "interop with Spark"
 DOCUMENTATION = "programs of the documentation"
 
 LONGEST_FIRST: dict[str, str] = {
@@ -20,12 +21,13 @@ LONGEST_FIRST: dict[str, str] = {
     "services/test_spark_openbao.py": SPARK_CLUSTER,
     "services/test_spark_ways.py": "ways of Spark",
     "services/test_spark_prefixes.py": "ways of Spark",
-    "interop/test_spark_files.py": "interop with Spark",
-    "interop/test_rotated_files.py": "interop with Spark",
-    "interop/test_matrix.py": "interop with Spark",
-    "interop/test_writers_conform.py": "interop with Spark",
-    "interop/test_boundary_writers.py": "interop with Spark",
-    "interop/test_spark_recipe.py": "interop with Spark",
+    "interop/test_spark_files.py": SPARK_FIXTURE,
+    "interop/test_rotated_files.py": SPARK_FIXTURE,
+    "interop/test_matrix.py": SPARK_FIXTURE,
+    "interop/test_writers_conform.py": SPARK_FIXTURE,
+    "interop/test_boundary_writers.py": SPARK_FIXTURE,
+    "interop/test_spark_recipe.py": SPARK_FIXTURE,
+    "interop/test_several_named_kmss.py": SPARK_FIXTURE,
     "packaging/test_examples.py": DOCUMENTATION,
     "packaging/test_engines_page.py": DOCUMENTATION,
     "packaging/test_demo.py": DOCUMENTATION,

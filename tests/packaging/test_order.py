@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hypothesis
 import soak
-from order import LONGEST_FIRST, SPARK_CLUSTER, file_of, position
+from order import LONGEST_FIRST, SPARK_CLUSTER, SPARK_FIXTURE, file_of, position
 
 TESTS = Path(__file__).parents[1]
 
@@ -25,6 +25,16 @@ def test_files_of_the_cluster_are_one_group() -> None:
         if "spark_cluster:" in path.read_text(encoding="utf-8") or '"spark_cluster"' in path.read_text("utf-8")
     } - {"packaging/test_order.py"}
     assert users == {name for name, group in LONGEST_FIRST.items() if group == SPARK_CLUSTER}
+
+
+def test_files_that_share_a_session_of_spark_are_one_group() -> None:
+    """In another process they would start a JVM of their own, and could find a session that others stopped."""
+    users = {
+        f"interop/{path.name}"
+        for path in (TESTS / "interop").glob("test_*.py")
+        if re.search(r"\b(spark: Spark|matrix_with_spark: Matrix)\b", path.read_text("utf-8"))
+    }
+    assert users == {name for name, group in LONGEST_FIRST.items() if group == SPARK_FIXTURE}
 
 
 def test_the_longest_begin_first() -> None:

@@ -12,10 +12,8 @@ import pyspark
 import pytest
 from spark_cluster import PASSPHRASE, VARIABLE
 from spark_jvm import JAVA_OPTIONS
-from typer.testing import CliRunner
 
 from parquet_keytools import Keytools
-from parquet_keytools.cli import app
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_text
 
@@ -46,13 +44,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def settings(folder: Path, *arguments: str) -> str:
-    """Call the command in a process: it starts Spark to read SQL."""
+def called(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Call the command in a process: it starts Spark to read SQL, and stops a session that is there."""
     command = [sys.executable, "-m", "parquet_keytools", "spark", "settings", "--config", "c.yaml"]
     environment = os.environ | {"SPARK_SUBMIT_OPTS": JAVA_OPTIONS}
-    done = subprocess.run(
+    return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=400
     )
+
+
+def settings(folder: Path, *arguments: str) -> str:
+    done = called(folder, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -97,10 +99,8 @@ def test_spark_sql_needs_no_python(folder: Path) -> None:
 
 
 def test_columns_that_spark_does_not_understand(folder: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["spark", "settings", "--config", str(folder / "c.yaml"), "--table", "people", "--ddl", "id BIGGER"]
-    )
-    assert result.exit_code == 2
+    result = called(folder, "--table", "people", "--ddl", "id BIGGER")
+    assert result.returncode == 2
     assert "Spark does not understand it" in result.stderr and "at java" not in result.stderr
     assert result.stdout == ""
 
