@@ -54,7 +54,7 @@ install_locked = $(call install,--require-hashes -r $(1)) && \
 	$(call install,--no-deps --no-build-isolation --editable .)
 ALL := '.[docs,test]'
 # Without the extra `test`: moto and others in it need newer versions than the lowest. Only uv can choose these.
-CORE := '.[aws,fsspec,gcp,vault]'
+CORE := '.[aws,azure,contract,dbt,fsspec,gcp,pkcs11,scan,vault]'
 CORE_TOOLS := hypothesis opentelemetry-sdk pandas pytest pytest-timeout pytest-xdist
 install_lowest = $(UV_INSTALL) --resolution lowest-direct --editable $(CORE) && $(UV_INSTALL) $(CORE_TOOLS)
 

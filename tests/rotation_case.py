@@ -148,7 +148,8 @@ def read_with_pyarrow(kms: KmsClient, path: Path) -> pa.Table:
         pe.KmsConnectionConfig(), pe.DecryptionConfiguration(), *place_of(path)
     )
     with pq.ParquetFile(path, decryption_properties=properties) as file:
-        return file.read()
+        # Threads of older versions share one decryptor, and damage each other.
+        return file.read(use_threads=False)
 
 
 def write_with_pyarrow(kms: KmsClient, path: Path, table: pa.Table = TABLE, **options: Any) -> None:
