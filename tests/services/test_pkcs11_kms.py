@@ -299,7 +299,9 @@ def test_errors_name_the_tokens_that_there_are(hsm: SoftHsm) -> None:
     hsm.add_token("twice")
     with client(hsm, token_label="kyes") as kms, pytest.raises(KmsConfigurationError) as caught:
         wrap_one(kms, KEY, "pii")
-    assert "there is no token 'kyes'" in str(caught.value) and "'keys' (serial " in caught.value.hint
+    assert (
+        "there is no token with the label 'kyes'" in str(caught.value) and "'keys' (serial " in caught.value.hint
+    )
     with (
         client(hsm, token_label="twice") as kms,
         pytest.raises(KmsConfigurationError, match="more than one") as caught,
@@ -310,8 +312,11 @@ def test_errors_name_the_tokens_that_there_are(hsm: SoftHsm) -> None:
 
 def test_a_module_that_cannot_be_loaded(hsm: SoftHsm, tmp_path: Path) -> None:
     (tmp_path / "text.so").write_text("no library")
-    for name, what in (("text.so", "cannot be loaded"), ("none.so", "there is no file")):
-        with client(hsm, tmp_path, module=name) as kms, pytest.raises(KmsConfigurationError, match=what) as caught:
+    for name in ("text.so", "none.so"):
+        with (
+            client(hsm, tmp_path, module=name) as kms,
+            pytest.raises(KmsConfigurationError, match="cannot be loaded") as caught,
+        ):
             wrap_one(kms, KEY, "pii")
         assert str(tmp_path / name) in str(caught.value) and caught.value.hint and caught.value.tries == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,6 +64,10 @@ class KeystoreOptions:
         from parquet_keytools.kms.keystore_file import Keystore
 
         return Keystore(*self.located())
+
+    def keys(self) -> AbstractContextManager[Keystore]:
+        """Return the keystore, which needs no end."""
+        return nullcontext(self.keystore())
 
     def located(self, *, confirm: bool = False) -> tuple[Path, PassphraseSource]:
         """Return the keystore file and its passphrase; the prompt for a new passphrase asks twice if `confirm`."""
@@ -129,34 +134,41 @@ def create_key(name: NameArgument, options: KeystoreOptions) -> None:
     answer(f"Created the master key {name!r}.")
 
 
-@app.command("rotate-key")
-@with_options(KeystoreOptions)
-def rotate_key(name: NameArgument, options: KeystoreOptions) -> None:
-    """Give a master key a new version.
+def add_key_commands(app: typer.Typer, options_class: type[Any]) -> None:
+    """Add the commands that change a master key; `options.keys()` is a context with what changes it."""
 
-    The new version wraps keys from now on; older versions still unwrap.
-    """
-    version = options.keystore().rotate_key(name)
-    answer(f"Version {version} of the master key {name!r} now wraps keys.")
+    @app.command("rotate-key")
+    @with_options(options_class)
+    def rotate_key(name: NameArgument, options: Any) -> None:
+        """Give a master key a new version.
+
+        The new version wraps keys from now on; older versions still unwrap.
+        """
+        with options.keys() as keys:
+            version = keys.rotate_key(name)
+        answer(f"Version {version} of the master key {name!r} now wraps keys.")
+
+    @app.command()
+    @with_options(options_class)
+    def disable(name: NameArgument, options: Any, key_version: KeyVersionOption = None) -> None:
+        """Disable a master key, or one version of it.
+
+        A disabled key neither wraps nor unwraps.
+        """
+        with options.keys() as keys:
+            keys.set_enabled(name, False, key_version)
+        answer(f"Disabled {_key_text(name, key_version)}.")
+
+    @app.command()
+    @with_options(options_class)
+    def enable(name: NameArgument, options: Any, key_version: KeyVersionOption = None) -> None:
+        """Enable a master key, or one version of it, again."""
+        with options.keys() as keys:
+            keys.set_enabled(name, True, key_version)
+        answer(f"Enabled {_key_text(name, key_version)}.")
 
 
-@app.command()
-@with_options(KeystoreOptions)
-def disable(name: NameArgument, options: KeystoreOptions, key_version: KeyVersionOption = None) -> None:
-    """Disable a master key, or one version of it.
-
-    A disabled key neither wraps nor unwraps.
-    """
-    options.keystore().set_enabled(name, False, key_version)
-    answer(f"Disabled {_key_text(name, key_version)}.")
-
-
-@app.command()
-@with_options(KeystoreOptions)
-def enable(name: NameArgument, options: KeystoreOptions, key_version: KeyVersionOption = None) -> None:
-    """Enable a master key, or one version of it, again."""
-    options.keystore().set_enabled(name, True, key_version)
-    answer(f"Enabled {_key_text(name, key_version)}.")
+add_key_commands(app, KeystoreOptions)
 
 
 def _key_text(name: str, key_version: int | None) -> str:

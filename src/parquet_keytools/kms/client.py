@@ -197,6 +197,12 @@ class KmsClient(ABC):
     Settings: ClassVar[type[KmsSettings]] = KmsSettings
     """The settings of this backend in a configuration; secrets are `pydantic.SecretStr`."""
 
+    wrapped_key_form: ClassVar[re.Pattern[str] | None] = None
+    """What wrapped keys look like that name their version, in the group `version`."""
+
+    raw_form_is_text: ClassVar[bool] = False
+    """Whether the raw form is the wrapped key itself, as ASCII bytes."""
+
     instance_id: str = "DEFAULT"
     """The setting `instance_id`, for the audit log."""
 
@@ -386,7 +392,8 @@ class KmsClient(ABC):
         The version is read from the wrapped key itself. `unwrap_many` must prove it: if the wrapped key names
         another version, unwrapping fails.
         """
-        return None
+        found = self.wrapped_key_form.fullmatch(wrapped_key) if self.wrapped_key_form is not None else None
+        return found["version"] if found else None
 
     def identity(self, master_key_id: str) -> str | None:
         """Return the unique name of a master key, which an alias is not; None where the KMS does not say."""
@@ -464,16 +471,20 @@ class KmsClient(ABC):
 
     def _raw_obstacle(self) -> str:
         """Return why there is no raw form, or an empty string; a backend with a raw form overrides this."""
-        return "this backend has no raw form, which Iceberg needs"
+        return "" if self.raw_form_is_text else "this backend has no raw form, which Iceberg needs"
 
     def _wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
-        """Wrap one key. A backend whose wrapped keys are not base64 of their raw form overrides this."""
-        return strict_base64.decode(value_or_raise(self._wrap_many([WrapRequest(key, master_key_id)])[0]))
+        """Wrap one key. A backend whose wrapped keys are not base64 of their raw form, or text, overrides this."""
+        wrapped_key = value_or_raise(self._wrap_many([WrapRequest(key, master_key_id)])[0])
+        return wrapped_key.encode("ascii") if self.raw_form_is_text else strict_base64.decode(wrapped_key)
 
     def _unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
         """Unwrap one key. A wrapped key that is not valid raises `WrappedKeyInvalidError`."""
-        request = UnwrapRequest(strict_base64.encode(wrapped_key), master_key_id)
-        return value_or_raise(self._unwrap_many([request])[0])
+        # Bytes that are not ASCII become a text that is refused as an invalid wrapped key.
+        text = (
+            wrapped_key.decode("ascii", "replace") if self.raw_form_is_text else strict_base64.encode(wrapped_key)
+        )
+        return value_or_raise(self._unwrap_many([UnwrapRequest(text, master_key_id)])[0])
 
     def _may_be_of_others(self, master_key_id: str) -> bool:
         """Return whether an identifier can name a master key in another account; see `trust`."""

@@ -52,7 +52,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -94,8 +93,7 @@ from parquet_keytools.kms.passphrase import (
     PassphraseSource,
     exclusive_lock,
     identity,
-    passphrase_from_file,
-    passphrase_from_text,
+    passphrase_source,
     read_private_file,
     replace_private_file,
 )
@@ -580,7 +578,7 @@ def _refused(detail: str, *, hint: str = "") -> KmsConfigurationError:
 
 # --- the client ---
 
-_WRAPPED_KEY = re.compile(r"keystore:v([1-9][0-9]{0,8}):([A-Za-z0-9+/=]+)")
+_WRAPPED_KEY = re.compile(r"keystore:v(?P<version>[1-9][0-9]{0,8}):([A-Za-z0-9+/=]+)")
 
 
 class KeystoreSettings(KmsSettings):
@@ -604,11 +602,7 @@ class KeystoreSettings(KmsSettings):
 
     def located(self, folder: Path) -> tuple[Path, PassphraseSource]:
         """Return the path of the file, and the source of its passphrase. Relative paths start at `folder`."""
-        path, setting = folder / expanded(self.path), self.passphrase
-        if self.passphrase_file is not None:
-            return path, partial(passphrase_from_file, folder / expanded(self.passphrase_file))
-        assert setting is not None
-        return path, lambda: passphrase_from_text(setting.get_secret_value())
+        return folder / expanded(self.path), passphrase_source(self.passphrase, self.passphrase_file, folder)
 
 
 class KeystoreKms(KmsClient):
@@ -616,6 +610,7 @@ class KeystoreKms(KmsClient):
 
     backend = "keystore"
     Settings = KeystoreSettings
+    wrapped_key_form = _WRAPPED_KEY
 
     def __init__(self, path: Path, passphrase: PassphraseSource) -> None:
         super().__init__()
@@ -635,11 +630,6 @@ class KeystoreKms(KmsClient):
             KmsResponseInvalidError: It is not a keystore.
         """
         return value_or_raise(self._outcome("list", None, self._keystore.master_key_ids))
-
-    def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
-        """Return the version that a wrapped key names, or None if no keystore made it."""
-        parts = _WRAPPED_KEY.fullmatch(wrapped_key)
-        return parts[1] if parts else None
 
     # --- hooks ---
 

@@ -11,10 +11,14 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+
+from pydantic import SecretStr
 
 from parquet_keytools.errors import KmsConfigurationError, KmsUnavailableError
 from parquet_keytools.runtime import operating_system
+from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.secret_bytes import SecretBytes
 
 PassphraseSource = Callable[[], SecretBytes]
@@ -25,6 +29,15 @@ _MAX_PASSPHRASE_LENGTH = 4096
 
 _LOCK_TIMEOUT_SECONDS = 30.0
 _LOCK_POLL_SECONDS = 0.02
+
+
+def passphrase_source(
+    text: SecretStr | None, file: Path | None, folder: Path, *, what: str = "passphrase", backend: str = "keystore"
+) -> PassphraseSource:
+    """Return the source of a passphrase, or another secret, that a setting holds, or else a file in a folder."""
+    if text is not None:
+        return lambda: passphrase_from_text(text.get_secret_value(), what=what, backend=backend)
+    return partial(passphrase_from_file, folder / expanded(file or ""), what=what, backend=backend)
 
 
 def passphrase_from_text(text: str, *, what: str = "passphrase", backend: str = "keystore") -> SecretBytes:

@@ -13,12 +13,14 @@ import math
 import random
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import ClassVar, Self, TypeVar
+from pathlib import Path
+from typing import ClassVar, Self, TypeVar, cast
 
 from pydantic import Field
 
@@ -32,7 +34,7 @@ from parquet_keytools.errors import (
     value_or_raise,
     without_frames,
 )
-from parquet_keytools.kms.client import KmsClient, KmsSettings, outcome_name
+from parquet_keytools.kms.client import KmsClient, KmsSettings, R, outcome_name
 from parquet_keytools.kms.transport import REFUSED, SILENT, connection_failure
 from parquet_keytools.runtime.fork_safety import ForkSafeLock, PerProcess, SharedWork
 
@@ -151,6 +153,12 @@ class RemoteKmsClient(KmsClient):
         self._traffic = PerProcess(lambda: _Traffic(limits))
         self._end = math.inf
 
+    @classmethod
+    def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
+        """Make a client whose constructor takes settings and folder; it connects when it is first used."""
+        make = cast("Callable[[KmsSettings, Path], Self]", cls)
+        return make(settings, folder)
+
     def end_within(self, seconds: float) -> None:
         """Limit all later operations together; see `KmsClient.end_within`."""
         self._end = self._time.clock() + seconds
@@ -239,6 +247,34 @@ class RemoteOperation:
             for future in futures:
                 future.cancel()
             raise
+
+    def in_batches(
+        self, requests: Sequence[R], size: int, send: Callable[[Sequence[R], float], Sequence[T | KmsError]]
+    ) -> list[T | KmsError]:
+        """Call the KMS for each batch of at most `size` requests with one master key, several at a time.
+
+        Args:
+            requests: The requests of the operation.
+            size: Maximum number of requests in a batch.
+            send: As for `each`, for a batch; returns the outcome of each of its requests.
+
+        Returns:
+            In the order of the requests, the outcome.
+        """
+        of_key: dict[str, list[int]] = defaultdict(list)
+        for position, request in enumerate(requests):
+            of_key[request.master_key_id].append(position)
+        batches = [some[start : start + size] for some in of_key.values() for start in range(0, len(some), size)]
+        answers = self.each(
+            batches,
+            lambda batch, seconds: send([requests[position] for position in batch], seconds),
+            lambda batch: requests[batch[0]].master_key_id,
+        )
+        outcomes: dict[int, T | KmsError] = {}
+        for batch, answer in zip(batches, answers, strict=True):
+            found = [answer] * len(batch) if isinstance(answer, KmsError) else answer
+            outcomes |= zip(batch, found, strict=True)
+        return [outcomes[position] for position in range(len(requests))]
 
     def _outcome_in_pool(self, master_key_id: str | None, send: Callable[[float], T]) -> T | KmsError:
         try:

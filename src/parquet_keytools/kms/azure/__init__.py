@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import (
@@ -37,14 +37,14 @@ from parquet_keytools.kms.azure.connection import (
     AzureSettings,
     make_credential,
 )
-from parquet_keytools.kms.client import KmsSettings, MasterKeyDescription, UnwrapRequest, WrapRequest, checked_key
+from parquet_keytools.kms.client import MasterKeyDescription, UnwrapRequest, WrapRequest, checked_key
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteOperation, Time
 from parquet_keytools.runtime.fork_safety import PerProcess
 from parquet_keytools.secret_bytes import SecretBytes
 
 _NAME = re.compile(r"[0-9A-Za-z-]{1,127}")
 _KEY_URL = re.compile(rf"(https://[^/?#]+)/keys/({_NAME.pattern})(?:/([0-9a-f]{{32}}))?")
-_WRAPPED_KEY = re.compile(r"azure:(RSA-OAEP-256|A256KW|A256GCM):([0-9a-f]{32}):([A-Za-z0-9+/]+={0,2})")
+_WRAPPED_KEY = re.compile(r"azure:(RSA-OAEP-256|A256KW|A256GCM):(?P<version>[0-9a-f]{32}):([A-Za-z0-9+/]+={0,2})")
 
 _ALGORITHM_LIFETIME_SECONDS = 300.0
 _NONCE_LENGTH, _TAG_LENGTH = 12, 16
@@ -62,6 +62,7 @@ class AzureKms(RemoteKmsClient):
 
     backend = "azure"
     Settings = AzureSettings
+    wrapped_key_form = _WRAPPED_KEY
     address_setting = "vault_url"
     certificates_setting = "REQUESTS_CA_BUNDLE"
 
@@ -79,17 +80,6 @@ class AzureKms(RemoteKmsClient):
         self._credential = credential
         self._algorithms: dict[str, tuple[float, str]] = {}
         self._connection = PerProcess(self._connect)
-
-    @classmethod
-    def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
-        """Make a client from `AzureSettings`; it looks for credentials and connects when it is first used."""
-        assert isinstance(settings, AzureSettings)
-        return cls(settings, folder)
-
-    def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
-        """Return the version that a wrapped key names, or None if this client did not make it."""
-        parts = _WRAPPED_KEY.fullmatch(wrapped_key)
-        return parts[2] if parts else None
 
     def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
         """Return False: the service has no request that re-wraps."""

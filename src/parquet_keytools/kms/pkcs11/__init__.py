@@ -14,20 +14,16 @@ The raw form is the ASCII bytes of the wrapped key.
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import pkcs11
 from pkcs11.constants import Attribute, MechanismFlag, ObjectClass
 from pkcs11.mechanisms import GCMParams, KeyType, Mechanism
-from pydantic import Field, SecretStr, model_validator
 
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import (
@@ -37,71 +33,17 @@ from parquet_keytools.errors import (
     MasterKeyDisabledError,
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
-    value_or_raise,
+    without_frames,
 )
-from parquet_keytools.kms.client import (
-    KmsSettings,
-    MasterKeyDescription,
-    R,
-    UnwrapRequest,
-    WrapRequest,
-    checked_key,
-)
-from parquet_keytools.kms.passphrase import PassphraseSource, passphrase_from_file, passphrase_from_text
-from parquet_keytools.kms.pkcs11.token import TokenAccess, TokenName, check_present, errors_named, meaning
-from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteKmsSettings, Time
-from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.kms.client import MasterKeyDescription, R, UnwrapRequest, WrapRequest, checked_key
+from parquet_keytools.kms.pkcs11.token import Pkcs11Settings, Token, check_present, errors_named, meaning
+from parquet_keytools.kms.remote_client import RemoteKmsClient
 from parquet_keytools.secret_bytes import SecretBytes
 
 T = TypeVar("T")
 
 _KEYS_IN_ONE_CALL = 64
 """Other threads wait for a session for as long as it takes to wrap or unwrap this number of keys."""
-
-
-class Pkcs11Settings(RemoteKmsSettings):
-    """Settings of a PKCS#11 token; relative paths start at the configuration's folder."""
-
-    type: Literal["pkcs11"] = "pkcs11"
-    module: Path = Field(description="Path of the HSM's PKCS#11 library.")
-    token_label: str | None = Field(default=None, min_length=1, description="Label of the token.")
-    serial: str | None = Field(default=None, min_length=1, description="Serial number of the token.")
-    slot: int | None = Field(default=None, ge=0, description="Number of the token's slot.")
-    pin: SecretStr | None = Field(default=None, description="PIN of the user.")
-    pin_file: Path | None = Field(default=None, description="File with the PIN, which only its owner may read.")
-    mechanism: Literal["AES_GCM", "AES_KEY_WRAP"] = Field(
-        default="AES_GCM", description="How keys are wrapped: CKM_AES_GCM, or CKM_AES_KEY_WRAP (RFC 3394)."
-    )
-    hsm_chooses_nonce: bool = Field(
-        default=False, description="The HSM replaces the nonce of AES-GCM, and wants it to be zero (AWS CloudHSM)."
-    )
-    max_sessions: int = Field(
-        default=1,
-        ge=1,
-        le=1000,
-        description="Maximum number of sessions in use at a time in a process. More than 1 only if the library is "
-        "safe for threads even if it is initialized for one thread.",
-    )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if (self.token_label, self.serial, self.slot).count(None) != 2:
-            raise ValueError("give one of token_label, serial and slot")
-        if (self.pin is None) == (self.pin_file is None):
-            raise ValueError("give either pin or pin_file")
-        return self
-
-    def access(self, folder: Path) -> TokenAccess:
-        """Return what is needed to use the token. Relative paths start at `folder`; no file is read yet."""
-        module, setting = os.path.realpath(folder / expanded(self.module)), self.pin
-        pin: PassphraseSource
-        if self.pin_file is not None:
-            pin = partial(passphrase_from_file, folder / expanded(self.pin_file), what="PIN", backend="pkcs11")
-        else:
-            assert setting is not None
-            pin = lambda: passphrase_from_text(setting.get_secret_value(), what="PIN", backend="pkcs11")  # noqa: E731
-        name = TokenName(self.token_label, self.serial, self.slot)
-        return TokenAccess(module, name, pin, self.max_sessions)
 
 
 # --- master keys in a token ---
@@ -111,6 +53,11 @@ _USES = {
     # mechanism in a wrapped key -> attributes that allow it to wrap and to unwrap
     "gcm": {"wrap": Attribute.ENCRYPT, "unwrap": Attribute.DECRYPT},
     "kw": {"wrap": Attribute.WRAP, "unwrap": Attribute.UNWRAP},
+}
+_MUST_BE = {
+    Attribute.KEY_TYPE: (KeyType.AES, "it is not an AES key"),
+    Attribute.SENSITIVE: (True, "the token shows its value: CKA_SENSITIVE is not true"),
+    Attribute.EXTRACTABLE: (False, "it can leave the token: CKA_EXTRACTABLE is not false"),
 }
 
 
@@ -127,23 +74,16 @@ class KeyVersion:
 
     def __init__(self, key: pkcs11.SecretKey) -> None:
         self.key: Any = key  # its methods depend on its attributes
-        kinds = [Attribute.KEY_TYPE, Attribute.SENSITIVE, Attribute.EXTRACTABLE, Attribute.LOCAL]
-        wanted = [Attribute.LABEL, Attribute.ID, *kinds, *_USES["gcm"].values(), *_USES["kw"].values()]
+        wanted = [Attribute.LABEL, Attribute.ID, Attribute.LOCAL, *_MUST_BE]
+        wanted += [attribute for uses in _USES.values() for attribute in uses.values()]
         # A token may keep attributes to itself: then they are missing.
         self._attributes = found = key.get_attributes(wanted)
         self.master_key_id = str(found.get(Attribute.LABEL, ""))
         number = found.get(Attribute.ID, b"")
         self.version = int.from_bytes(number, "big") if 1 <= len(number) <= 4 else 0
-        is_local = found.get(Attribute.LOCAL)
-        self.origin = None if is_local is None else "generated in the token" if is_local else "imported"
-        if found.get(Attribute.KEY_TYPE) != KeyType.AES:
-            self.obstacle = "it is not an AES key"
-        elif found.get(Attribute.SENSITIVE) is not True:
-            self.obstacle = "the token shows its value: CKA_SENSITIVE is not true"
-        elif found.get(Attribute.EXTRACTABLE) is not False:
-            self.obstacle = "it can leave the token: CKA_EXTRACTABLE is not false"
-        else:
-            self.obstacle = ""
+        self.origin = {True: "generated in the token", False: "imported"}.get(found.get(Attribute.LOCAL, ""))
+        wrong = (why for attribute, (value, why) in _MUST_BE.items() if found.get(attribute) != value)
+        self.obstacle = next(wrong, "")
 
     def may(self, use: str, mechanism: str | None = None) -> bool:
         """Return whether the key may be used to `wrap` or `unwrap`, by a mechanism or by any."""
@@ -184,22 +124,21 @@ def _versions(session: pkcs11.Session, master_key_id: str) -> dict[int, KeyVersi
     if not keys:
         raise MasterKeyNotFoundError
     versions = {key.version: key for key in keys}
+    detail = ""
     if 0 in versions:
         detail = "the CKA_ID of one of its keys is no version: an integer from 1 in 1 to 4 bytes"
-        raise KmsConfigurationError(
-            detail, hint="Set it with the vendor's tool, such as 01 for the first version."
-        )
-    if len(versions) < len(keys):
+        hint = "Set it with the vendor's tool, such as 01 for the first version."
+    elif len(versions) < len(keys):
         detail = "two keys in the token have this label and the same CKA_ID"
-        raise KmsConfigurationError(
-            detail, hint="Find out which of them wrapped keys, and change the other's label."
-        )
+        hint = "Find out which of them wrapped keys, and change the other's label."
+    if detail:
+        raise KmsConfigurationError(detail, hint=hint)
     return versions
 
 
 # --- the client ---
 
-_WRAPPED_KEY = re.compile(r"pkcs11:v([1-9][0-9]{0,9}):(gcm|kw):([A-Za-z0-9+/]+={0,2})")
+_WRAPPED_KEY = re.compile(r"pkcs11:v(?P<version>[1-9][0-9]{0,9}):(gcm|kw):([A-Za-z0-9+/]+={0,2})")
 _NONCE_LENGTH = 12
 _TAG_LENGTH = 16
 _ADDED_BYTES = {"gcm": _NONCE_LENGTH + _TAG_LENGTH, "kw": 8}
@@ -216,40 +155,26 @@ class Pkcs11Kms(RemoteKmsClient):
 
     It loads the library and logs in when it is first used, and again in a forked child. Each operation searches
     the token for its keys, so versions and disabled keys are known at once.
-
-    Args:
-        time_source: For tests.
     """
 
     backend = "pkcs11"
     Settings = Pkcs11Settings
+    wrapped_key_form = _WRAPPED_KEY
+    raw_form_is_text = True
 
-    def __init__(
-        self, settings: Pkcs11Settings, folder: Path = Path(), *, time_source: Time | None = None
-    ) -> None:
-        super().__init__(settings, time_source)
+    def __init__(self, settings: Pkcs11Settings, folder: Path = Path()) -> None:
+        super().__init__(settings)
         self.settings = settings
-        self._access = settings.access(folder)
         self.mechanism = _MECHANISMS[settings.mechanism]
-
-    @classmethod
-    def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
-        """Make a client from `Pkcs11Settings`; it reads files and logs in when it is first used."""
-        assert isinstance(settings, Pkcs11Settings)
-        return cls(settings, folder)
-
-    def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
-        """Return the version that a wrapped key names, or None if this client did not make it."""
-        parts = _WRAPPED_KEY.fullmatch(wrapped_key)
-        return parts[1] if parts else None
+        self._token = Token(settings, folder)
 
     def close(self) -> None:
-        """Log out, unless another client of this process uses the token."""
-        self._access.close()
+        """Log out; another client of this process logs in again when it is next used."""
+        self._token.log_out()
         super().close()
 
     def _server(self) -> str:
-        return f"{self._access.name} of {self._access.library}"
+        return f"{self._token.name} of {self._token.library}"
 
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         known = meaning(error)
@@ -257,26 +182,15 @@ class Pkcs11Kms(RemoteKmsClient):
 
     # --- hooks ---
 
-    def _raw_obstacle(self) -> str:
-        return ""
-
-    def _wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
-        return value_or_raise(self._wrap_many([WrapRequest(key, master_key_id)])[0]).encode("ascii")
-
-    def _unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
-        # Bytes that are not ASCII become a text that is refused as an invalid wrapped key.
-        request = UnwrapRequest(wrapped_key.decode("ascii", "replace"), master_key_id)
-        return value_or_raise(self._unwrap_many([request])[0])
-
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
-        return self._in_batches("wrap", requests, self._wrap)
+        return self._in_sessions("wrap", requests, self._wrap)
 
     def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
-        return self._in_batches("unwrap", requests, self._unwrap)
+        return self._in_sessions("unwrap", requests, self._unwrap)
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         def read(seconds: float) -> MasterKeyDescription:
-            with self._access.session(seconds) as session:
+            with self._token.session(seconds) as session:
                 versions = list(_versions(session, master_key_id).values())
             return MasterKeyDescription(
                 master_key_id,
@@ -289,38 +203,22 @@ class Pkcs11Kms(RemoteKmsClient):
 
         return self._operation("describe").call(master_key_id, read)
 
-    def _in_batches(
+    def _in_sessions(
         self, name: str, requests: Sequence[R], use: Callable[[pkcs11.Session, dict[int, KeyVersion], R], T]
     ) -> list[T | KmsError]:
-        """Send the requests in batches, each for one master key and in one session."""
-        of_key: dict[str, list[R]] = defaultdict(list)
-        for request in requests:
-            of_key[request.master_key_id].append(request)
-        size = _KEYS_IN_ONE_CALL
-        batches = [
-            of_one[start : start + size] for of_one in of_key.values() for start in range(0, len(of_one), size)
-        ]
-
         def send(batch: Sequence[R], seconds: float) -> list[T | KmsError]:
             outcomes: list[T | KmsError] = []
-            with self._access.session(seconds) as session:
+            with self._token.session(seconds) as session:
                 versions = _versions(session, batch[0].master_key_id)
                 for request in batch:
                     # Errors of the library are not caught: they concern the whole batch.
                     try:
                         outcomes.append(use(session, versions, request))
                     except KmsError as refusal:
-                        outcomes.append(refusal.about(self.backend, name, request.master_key_id))
+                        outcomes.append(refusal)
             return outcomes
 
-        answers = self._operation(name).each(batches, send, lambda batch: batch[0].master_key_id)
-        outcomes: dict[int, T | KmsError] = {}
-        for batch, answer in zip(batches, answers, strict=True):
-            if isinstance(answer, KmsError):
-                outcomes |= dict.fromkeys(map(id, batch), answer)
-            else:
-                outcomes |= dict(zip(map(id, batch), answer, strict=True))
-        return [outcomes[id(request)] for request in requests]
+        return self._operation(name).in_batches(requests, _KEYS_IN_ONE_CALL, send)
 
     # --- wrapping ---
 
@@ -383,97 +281,62 @@ class Pkcs11Kms(RemoteKmsClient):
                 raise KmsResponseInvalidError("the HSM does not unwrap what it wrapped")
         return data
 
-    # --- changes of master keys ---
+    # --- changes of master keys; each raises `KmsError` if the token, or the master key, does not allow it ---
 
     def list_versions(self) -> list[KeyVersion]:
-        """Return all secret keys of the token that have a label, sorted by label and version.
-
-        Raises:
-            KmsError: The token cannot be used.
-        """
-
-        def read(seconds: float) -> list[KeyVersion]:
-            with self._access.session(seconds) as session:
-                keys = sorted(_keys(session), key=lambda key: (key.master_key_id, key.version))
-            return [key for key in keys if key.master_key_id]
-
-        return self._operation("describe").call(None, read)
+        """Return all secret keys of the token that have a label, sorted by label and version."""
+        with self._session("describe") as session:
+            keys = sorted(_keys(session), key=lambda key: (key.master_key_id, key.version))
+        return [key for key in keys if key.master_key_id]
 
     def create_key(self, master_key_id: str) -> None:
-        """Create a master key of 256 bits in the token, sensitive and not extractable.
-
-        Raises:
-            KmsConfigurationError: There is a key with this label.
-            KmsError: The token does not allow it.
-        """
-
-        def create(session: pkcs11.Session) -> None:
+        """Create a master key of 256 bits; raise `KmsConfigurationError` if there is a key with this label."""
+        with self._session("update", master_key_id) as session:
             if _keys(session, master_key_id):
                 hint = "To give it a new version, use: pkcs11 rotate-key"
                 raise KmsConfigurationError("there is a key with this label already", hint=hint)
             self._generate(session, master_key_id, 1)
 
-        self._change(master_key_id, create)
-
     def rotate_key(self, master_key_id: str) -> int:
-        """Add a version to a master key, which wraps keys from now on. Returns the version.
-
-        Raises:
-            MasterKeyNotFoundError: There is no such master key.
-            KmsError: The token does not allow it.
-        """
-
-        def rotate(session: pkcs11.Session) -> int:
+        """Add a version to a master key, which wraps keys from now on. Returns the version."""
+        with self._session("update", master_key_id) as session:
             version = max(_versions(session, master_key_id)) + 1
             self._generate(session, master_key_id, version)
-            return version
-
-        return self._change(master_key_id, rotate)
+        return version
 
     def set_enabled(self, master_key_id: str, enabled: bool, version: int | None = None) -> None:
-        """Let the token use a master key, or one version of it, or forbid it.
-
-        Raises:
-            MasterKeyNotFoundError: There is no such master key, or no such version of it.
-            KmsError: The token does not allow it.
-        """
-
-        def change(session: pkcs11.Session) -> None:
+        """Let the token use a master key, or one version of it, or forbid it."""
+        with self._session("update", master_key_id) as session:
             versions = _versions(session, master_key_id)
             if version is not None and version not in versions:
                 raise MasterKeyNotFoundError(f"it has no version {version}")
-            for number, key in versions.items():
-                if version in (None, number):
-                    key.set_enabled(self.mechanism if enabled else None)
-
-        self._change(master_key_id, change)
+            for key in versions.values() if version is None else [versions[version]]:
+                key.set_enabled(self.mechanism if enabled else None)
 
     def _generate(self, session: pkcs11.Session, master_key_id: str, version: int) -> None:
-        is_gcm = self.mechanism == "gcm"
+        # A key has one purpose, and the token enforces it.
+        gcm, wrap = MechanismFlag.ENCRYPT | MechanismFlag.DECRYPT, MechanismFlag.WRAP | MechanismFlag.UNWRAP
         session.generate_key(
             KeyType.AES,
             256,
             id=version.to_bytes((version.bit_length() + 7) // 8, "big"),
             label=master_key_id,
             store=True,
-            # A key has one purpose, and the token enforces it.
-            capabilities=(
-                MechanismFlag.ENCRYPT | MechanismFlag.DECRYPT
-                if is_gcm
-                else MechanismFlag.WRAP | MechanismFlag.UNWRAP
-            ),
+            capabilities=gcm if self.mechanism == "gcm" else wrap,
             template={Attribute.SENSITIVE: True, Attribute.EXTRACTABLE: False},
         )
         _versions(session, master_key_id)  # another operator may have made the same version just now
 
-    def _change(self, master_key_id: str, change: Callable[[pkcs11.Session], T]) -> T:
-        """Make a change once: after a failure, the token may have changed."""
-
-        def once() -> T:
-            with self._access.session(self.limits.call_timeout_seconds) as session:
-                return change(session)
-
-        return value_or_raise(self._outcome("update", master_key_id, once))
+    @contextmanager
+    def _session(self, operation: str, master_key_id: str | None = None) -> Iterator[pkcs11.Session]:
+        """Use a session once: after a failure, the token may have changed."""
+        try:
+            with self._token.session(self.limits.call_timeout_seconds) as session:
+                yield session
+            return
+        except (KmsError, pkcs11.PKCS11Error, OSError) as error:
+            failure = self._kms_error(error, operation, master_key_id)
+        raise without_frames(failure.about(self.backend, operation, master_key_id))
 
 
 def _decrypt(key: KeyVersion, data: bytes, aad: bytes) -> bytes:
@@ -482,18 +345,14 @@ def _decrypt(key: KeyVersion, data: bytes, aad: bytes) -> bytes:
     return cast(bytes, key.key.decrypt(data, mechanism=Mechanism.AES_GCM, mechanism_param=parameters))
 
 
+_READABLE = {Attribute.TOKEN: False, Attribute.SENSITIVE: False, Attribute.EXTRACTABLE: True}
+"""Attributes of a key that this process has or needs: its value can be read, in this session only."""
+
+
 def _wrap_by_rfc_3394(session: pkcs11.Session, key: KeyVersion, secret: SecretBytes) -> bytes:
     # C_WrapKey wraps objects only.
-    wrapped = session.create_object(
-        {
-            Attribute.CLASS: ObjectClass.SECRET_KEY,
-            Attribute.KEY_TYPE: KeyType.GENERIC_SECRET,
-            Attribute.TOKEN: False,
-            Attribute.SENSITIVE: False,
-            Attribute.EXTRACTABLE: True,
-            Attribute.VALUE: secret.reveal(),
-        }
-    )
+    kind = {Attribute.CLASS: ObjectClass.SECRET_KEY, Attribute.KEY_TYPE: KeyType.GENERIC_SECRET}
+    wrapped = session.create_object(kind | _READABLE | {Attribute.VALUE: secret.reveal()})
     try:
         return cast(bytes, key.key.wrap_key(wrapped, mechanism=Mechanism.AES_KEY_WRAP))
     finally:
@@ -507,8 +366,7 @@ def _unwrap_by_rfc_3394(key: KeyVersion, data: bytes) -> bytes:
         data,
         mechanism=Mechanism.AES_KEY_WRAP,
         capabilities=MechanismFlag(0),
-        # Its value is needed here, so it is readable, in this session only.
-        template={Attribute.SENSITIVE: False, Attribute.EXTRACTABLE: True},
+        template=_READABLE,
     )
     try:
         return cast(bytes, unwrapped[Attribute.VALUE])

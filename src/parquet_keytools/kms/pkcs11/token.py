@@ -1,4 +1,4 @@
-"""The PKCS#11 libraries of a process: one login for each token, and a bounded pool of sessions.
+"""The settings of a token, and the PKCS#11 libraries of a process: one login for each token, and pooled sessions.
 
 PKCS#11 keeps one state for each process, which all clients share. python-pkcs11 initializes a library with
 `C_Initialize(NULL)`, the promise that one thread calls it at a time. So by default one call at a time enters a
@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import secrets
 import sys
 import threading
-import weakref
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, Self
 
 import pkcs11
 from pkcs11.constants import TokenFlag
+from pydantic import Field, SecretStr, model_validator
 
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
@@ -30,9 +29,47 @@ from parquet_keytools.errors import (
     KmsUnavailableError,
     MasterKeyNotFoundError,
 )
-from parquet_keytools.kms.passphrase import PassphraseSource
+from parquet_keytools.kms.passphrase import passphrase_source
+from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.kms.transport import Meaning
 from parquet_keytools.runtime.fork_safety import CallGate, ForkSafeLock, OwnerProcess
+from parquet_keytools.runtime.presentation import expanded
+
+
+class Pkcs11Settings(RemoteKmsSettings):
+    """Settings of a PKCS#11 token; relative paths start at the configuration's folder."""
+
+    type: Literal["pkcs11"] = "pkcs11"
+    module: Path = Field(description="Path of the HSM's PKCS#11 library.")
+    token_label: str | None = Field(default=None, min_length=1, description="Label of the token.")
+    serial: str | None = Field(default=None, min_length=1, description="Serial number of the token.")
+    slot: int | None = Field(default=None, ge=0, description="Number of the token's slot.")
+    pin: SecretStr | None = Field(default=None, description="PIN of the user.")
+    pin_file: Path | None = Field(default=None, description="File with the PIN, which only its owner may read.")
+    mechanism: Literal["AES_GCM", "AES_KEY_WRAP"] = Field(
+        default="AES_GCM", description="How keys are wrapped: CKM_AES_GCM, or CKM_AES_KEY_WRAP (RFC 3394)."
+    )
+    hsm_chooses_nonce: bool = Field(
+        default=False, description="The HSM replaces the nonce of AES-GCM, and wants it to be zero (AWS CloudHSM)."
+    )
+    max_sessions: int = Field(
+        default=1,
+        ge=1,
+        le=1000,
+        description="Maximum number of sessions in use at a time in a process. More than 1 only if the library is "
+        "safe for threads even if it is initialized for one thread.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.token_label, self.serial, self.slot).count(None) != 2:
+            raise ValueError("give one of token_label, serial and slot")
+        if (self.pin is None) == (self.pin_file is None):
+            raise ValueError("give either pin or pin_file")
+        return self
+
+
+# --- the meaning of errors ---
 
 
 def errors_named(names: str) -> tuple[type[pkcs11.PKCS11Error], ...]:
@@ -74,22 +111,15 @@ _MEANINGS = {
         "the token does not allow these objects, or this change",
         "Use the vendor's tool, as the user who may change the key.",
     ),
-    errors_named("DeviceMemory HostMemory"): Meaning(
-        KmsThrottledError, "out of memory", "Remove objects from the token, or retry later."
-    ),
-    errors_named("SessionCount"): Meaning(
+    errors_named("DeviceMemory HostMemory SessionCount"): Meaning(
         KmsThrottledError,
-        "the token has no session left",
+        "the token has no session left, or no memory",
         "End processes that hold sessions, or raise the limit of the token.",
     ),
-    errors_named("PinExpired"): Meaning(
-        KmsConfigurationError, "the PIN has expired", "Set a new PIN with the vendor's tool."
-    ),
-    errors_named("PinLocked"): Meaning(
-        KmsConfigurationError, "the PIN is locked", "Only the security officer of the token can unlock it."
-    ),
-    errors_named("UserPinNotInitialized"): Meaning(
-        KmsConfigurationError, "the token has no user PIN yet", "Set one as the security officer of the token."
+    errors_named("PinExpired PinLocked UserPinNotInitialized"): Meaning(
+        KmsConfigurationError,
+        "the PIN is locked, has expired, or was never set",
+        "Only the security officer of the token can change this.",
     ),
 }
 
@@ -104,71 +134,56 @@ def meaning(error: Exception) -> Meaning | None:
 _WRONG_PIN = errors_named("PinIncorrect PinInvalid PinLenRange")
 _PIN_HINT = "Correct `pin` or `pin_file`. Each wrong PIN counts, and the token locks after a few."
 
-_seen: set[tuple[str, TokenName]] = set()
-"""Tokens that this process, or its parent, has used: if one is missing now, it was removed."""
-
+_digest_key = secrets.token_bytes(32)
 _refused_pins: set[tuple[str, bytes, bytes]] = set()
 """Library, serial number of the token and digest of each PIN that it refused: no PIN is tried twice."""
 
-_digest_key = secrets.token_bytes(32)
 
+class Token:
+    """A token, and how one client uses it; relative paths in the settings start at a folder."""
 
-class TokenName(NamedTuple):
-    """How a configuration names a token; exactly one is set."""
+    def __init__(self, settings: Pkcs11Settings, folder: Path) -> None:
+        names = {"label": settings.token_label, "serial": settings.serial, "slot": settings.slot}
+        self._kind, self._name = next((kind, name) for kind, name in names.items() if name is not None)
+        self.name = f"token with the {self._kind} {self._name!r}"
+        self.library = os.path.realpath(folder / expanded(settings.module))
+        self.pin = passphrase_source(settings.pin, settings.pin_file, folder, what="PIN", backend="pkcs11")
+        self._max_sessions = settings.max_sessions
 
-    label: str | None = None
-    serial: str | None = None
-    slot: int | None = None
-
-    def __str__(self) -> str:
-        if self.label is not None:
-            return f"token {self.label!r}"
-        return f"token {self.serial!r}" if self.serial is not None else f"token in slot {self.slot}"
-
-    def names(self, token: pkcs11.Token) -> bool:
+    def is_named(self, found: pkcs11.Token) -> bool:
         """Return whether this is the token."""
-        if self.slot is not None:
-            return token.slot.slot_id == self.slot
-        if self.serial is not None:
-            return token.serial == self.serial.encode()
-        return token.label == self.label
+        serial = found.serial.decode(errors="replace")
+        return {"label": found.label, "serial": serial, "slot": found.slot.slot_id}[self._kind] == self._name
 
+    @contextlib.contextmanager
+    def session(self, within_seconds: float) -> Iterator[pkcs11.Session]:
+        """Use a session of the logged-in user in a block; wait so long while other sessions are in use.
 
-@dataclass(frozen=True, eq=False)
-class TokenAccess:
-    """What one client needs to use its token.
-
-    Attributes:
-        library: Path of the PKCS#11 library, without symbolic links.
-        name: The token.
-        pin: Returns the user's PIN.
-        most_sessions: How many sessions may be in use at a time, in all clients of the library.
-    """
-
-    library: str
-    name: TokenName
-    pin: PassphraseSource = field(repr=False)
-    most_sessions: int
-
-    def session(self, within_seconds: float) -> contextlib.AbstractContextManager[pkcs11.Session]:
-        """Use a session of the logged-in user in a block.
-
-        Args:
-            within_seconds: How long to wait while other sessions are in use. A call into the library cannot be
-                interrupted.
-
-        Raises:
-            KmsError: The library, the token or the PIN is refused, or no session was free in time.
-            pkcs11.PKCS11Error: `meaning` returns the `KmsError`.
+        Raises `KmsError`, or a `pkcs11.PKCS11Error` that `meaning` knows. A call cannot be interrupted.
         """
-        return _library_at(self.library).session(self, within_seconds)
+        library = _library_at(self.library)
+        with library.turn(self._max_sessions, within_seconds):
+            idle, session = library.taken(self)
+            # After an error of the library, an operation may still be active in the session.
+            is_usable = False
+            try:
+                yield session
+                is_usable = True
+            except KmsError:
+                is_usable = True
+                raise
+            finally:
+                if is_usable and library.idle.get(self.name) is idle:
+                    idle.append(session)
+                else:
+                    _close([session])
 
-    def close(self) -> None:
-        """Log out, and close the sessions, unless another client of this process uses the token."""
-        with _libraries_lock:
-            library = _libraries.get(self.library)
+    def log_out(self) -> None:
+        """Close the sessions of this process. Another client logs in again when it is next used."""
+        library = _libraries.get(self.library)
         if library is not None and library.owner.is_here:
-            library.leave(self)
+            with contextlib.suppress(KmsThrottledError), library.turn(self._max_sessions, 2.0):
+                _close(library.idle.pop(self.name, []))
 
 
 def check_present(session: pkcs11.Session) -> None:
@@ -178,16 +193,17 @@ def check_present(session: pkcs11.Session) -> None:
         raise pkcs11.TokenNotPresent
 
 
-# --- the library of this process ---
+# --- the libraries of this process ---
+
 
 _libraries: dict[str, _Library] = {}
-_libraries_lock = ForkSafeLock()
+_lock = ForkSafeLock()
 _CALLS = CallGate()
 
 
 def _library_at(path: str) -> _Library:
     """Return a library of this process. A forked child initializes it again, as PKCS#11 demands."""
-    with _libraries_lock:
+    with _lock:
         library = _libraries.get(path)
         if library is None or not library.owner.is_here:
             with _CALLS:
@@ -198,172 +214,108 @@ def _library_at(path: str) -> _Library:
 class _Library:
     def __init__(self, path: str, *, is_inherited: bool) -> None:
         self.owner = OwnerProcess()
-        self._path = path
         self._changed = threading.Condition()
-        self._queue: deque[object] = deque()
         self._in_use = 0
         self._most = sys.maxsize
         self._is_stale = is_inherited
         self._logging_in = threading.Lock()
-        self._logins: dict[TokenName, _Login] = {}
-        if not Path(path).is_file():
-            raise KmsConfigurationError(f"there is no file {path}", hint="Set `module` to the library of the HSM.")
+        # By the name of the token. The first idle session stays: with the last session, the login would end.
+        self._tokens: dict[str, pkcs11.Token] = {}
+        self.idle: dict[str, list[pkcs11.Session]] = {}
         try:
             self._library = pkcs11.lib(path)
         except pkcs11.PKCS11Error as error:
             if type(error) is not pkcs11.PKCS11Error:
                 raise
             detail = f"{path} cannot be loaded as a PKCS#11 library"
-            hint = f"Check that it is for this machine, and with `ldd {path}` that nothing is missing."
+            hint = f"Check that `module` exists and is for this machine, and with `ldd {path}` what it needs."
             raise KmsConfigurationError(detail, hint=hint) from None
 
     @contextlib.contextmanager
-    def session(self, access: TokenAccess, within_seconds: float) -> Iterator[pkcs11.Session]:
-        with self._turn(access.most_sessions, within_seconds) as is_stale:
-            try:
-                if is_stale:
-                    self._start_over()
-                with self._login(access).session() as session:
-                    yield session
-            except _LOST:
-                self._is_stale = True
-                raise
-
-    def leave(self, access: TokenAccess) -> None:
-        with contextlib.suppress(KmsThrottledError), self._turn(access.most_sessions, 2.0), self._logging_in:
-            login = self._logins.get(access.name)
-            if login is not None:
-                login.users.discard(access)
-                if not login.users:
-                    del self._logins[access.name]
-                    login.close()
-
-    @contextlib.contextmanager
-    def _turn(self, most: int, within_seconds: float) -> Iterator[bool]:
-        """Hold one of the sessions in use; yield whether the library must start over, alone.
-
-        The thread that has waited longest is next. If clients of one library allow different numbers of sessions,
-        the smallest number counts.
-        """
-        ticket = object()
-
-        def is_next() -> bool:
-            # Starting over ends all sessions, so all others must be done.
-            return self._queue[0] is ticket and self._in_use < (1 if self._is_stale else self._most)
-
+    def turn(self, most: int, within_seconds: float) -> Iterator[None]:
+        """Hold one of the sessions in use. If clients allow different numbers of them, the smallest counts."""
+        # Starting over ends all sessions, so all others must be done.
+        is_free: Callable[[], bool] = lambda: self._in_use < (1 if self._is_stale else self._most)  # noqa: E731
         with self._changed:
             self._most = min(self._most, most)
-            self._queue.append(ticket)
-            try:
-                has_turn = self._changed.wait_for(is_next, within_seconds)
-            finally:
-                self._queue.remove(ticket)
-                self._changed.notify_all()
-            if not has_turn:
+            if not self._changed.wait_for(is_free, within_seconds):
                 raise KmsThrottledError("all sessions that `max_sessions` allows were in use")
             self._in_use += 1
             is_stale = self._is_stale
         try:
             with _CALLS:
-                yield is_stale
+                if is_stale:
+                    self._start_over()
+                yield
+        except _LOST:
+            self._is_stale = True
+            raise
         finally:
             with self._changed:
                 self._in_use -= 1
                 self._changed.notify_all()
 
     def _start_over(self) -> None:
-        self._logins.clear()
+        self.idle.clear()
         # Libraries that notice a fork refuse to finalize what the parent initialized.
         with contextlib.suppress(pkcs11.PKCS11Error):
             self._library.finalize()
         self._library.initialize()
         self._is_stale = False
 
-    def _login(self, access: TokenAccess) -> _Login:
+    def taken(self, token: Token) -> tuple[list[pkcs11.Session], pkcs11.Session]:
+        """Return the idle sessions of a token, and one that was among them or is new."""
         with self._logging_in:
-            login = self._logins.get(access.name)
-            if login is None:
-                token = self._token(access.name)
-                login = self._logins[access.name] = _Login(token, self._log_in(token, access.pin))
-            login.users.add(access)
-            return login
+            if token.name not in self.idle:
+                self._tokens[token.name] = self._find(token)
+                self.idle[token.name] = [self._log_in(token, self._tokens[token.name])]
+            idle = self.idle[token.name]
+            # Writable, since some libraries have no other sessions.
+            return idle, idle.pop() if len(idle) > 1 else self._tokens[token.name].open(rw=True)
 
-    def _token(self, name: TokenName) -> pkcs11.Token:
+    def _find(self, token: Token) -> pkcs11.Token:
         found: list[pkcs11.Token] = []
         others: list[str] = []
         for slot in self._library.get_slots(token_present=True):
             # One token that fails must not hide the others.
             with contextlib.suppress(pkcs11.PKCS11Error):
-                token = slot.get_token()
-                if name.names(token):
-                    found.append(token)
-                elif TokenFlag.TOKEN_INITIALIZED in token.flags:
-                    others.append(f"{token.label!r} (serial {token.serial.decode(errors='replace')})")
+                each = slot.get_token()
+                if token.is_named(each):
+                    found.append(each)
+                elif TokenFlag.TOKEN_INITIALIZED in each.flags:
+                    others.append(f"{each.label!r} (serial {each.serial.decode(errors='replace')})")
         if len(found) == 1:
-            _seen.add((self._path, name))
             return found[0]
         if found:
             hint = "Set `serial` or `slot` in place of `token_label`."
-            raise KmsConfigurationError(f"there is more than one {name}", hint=hint)
-        if (self._path, name) in _seen:
-            raise pkcs11.TokenNotPresent
+            raise KmsConfigurationError(f"there is more than one {token.name}", hint=hint)
+        if token.name in self._tokens:
+            raise pkcs11.TokenNotPresent  # now
         hint = f"The library shows: {', '.join(others)}." if others else "The library shows no token at all."
-        raise KmsConfigurationError(f"there is no {name}", hint=hint)
+        raise KmsConfigurationError(f"there is no {token.name}", hint=hint)
 
-    def _log_in(self, token: pkcs11.Token, pin_source: PassphraseSource) -> pkcs11.Session:
-        """Return a session that stays open: with the last session, the login would end."""
-        pin = pin_source()
-        attempt = (self._path, token.serial, hmac.digest(_digest_key, pin.reveal(), "sha256"))
+    def _log_in(self, token: Token, found: pkcs11.Token) -> pkcs11.Session:
+        pin = token.pin()
+        attempt = (token.library, found.serial, hmac.digest(_digest_key, pin.reveal(), "sha256"))
         if attempt in _refused_pins:
             raise KmsConfigurationError("the token refused this PIN before; it is not tried again", hint=_PIN_HINT)
-        if TokenFlag.USER_PIN_LOCKED in token.flags:
+        if TokenFlag.USER_PIN_LOCKED in found.flags:
             raise pkcs11.PinLocked
-        if TokenFlag.USER_PIN_FINAL_TRY in token.flags:
+        if TokenFlag.USER_PIN_FINAL_TRY in found.flags:
             detail = "another wrong PIN would lock the token, so no PIN is tried"
             raise KmsConfigurationError(detail, hint="Log in once with the vendor's tool, which resets the count.")
         try:
-            return token.open(rw=True, user_pin=pin.reveal().decode())
+            return found.open(rw=True, user_pin=pin.reveal().decode())
         except UnicodeDecodeError:
             raise KmsConfigurationError("the PIN is not UTF-8") from None
         except pkcs11.UserAlreadyLoggedIn:
-            return token.open(rw=True)  # another part of this process logged in
+            return found.open(rw=True)  # another part of this process logged in
         except _WRONG_PIN:
             _refused_pins.add(attempt)
         raise KmsConfigurationError("the token refused the PIN", hint=_PIN_HINT)
 
 
-class _Login:
-    """The login of this process to one token, and the sessions that are not in use."""
-
-    def __init__(self, token: pkcs11.Token, first: pkcs11.Session) -> None:
-        self.users: weakref.WeakSet[TokenAccess] = weakref.WeakSet()
-        self._token = token
-        self._first = first
-        self._idle: list[pkcs11.Session] = []
-
-    @contextlib.contextmanager
-    def session(self) -> Iterator[pkcs11.Session]:
-        session = None
-        with contextlib.suppress(IndexError):
-            session = self._idle.pop()
-        # Writable, since some libraries have no other sessions.
-        session = session or self._token.open(rw=True)
-        # After an error of the library, an operation may still be active in the session.
-        is_usable = False
-        try:
-            yield session
-            is_usable = True
-        except KmsError:
-            is_usable = True
-            raise
-        finally:
-            if is_usable:
-                self._idle.append(session)
-            else:
-                with contextlib.suppress(pkcs11.PKCS11Error):
-                    session.close()
-
-    def close(self) -> None:
-        for session in (*self._idle, self._first):
-            with contextlib.suppress(pkcs11.PKCS11Error):
-                session.close()
+def _close(sessions: list[pkcs11.Session]) -> None:
+    for session in sessions:
+        with contextlib.suppress(pkcs11.PKCS11Error):
+            session.close()

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from parquet_keytools import strict_base64
 from parquet_keytools.errors import (
@@ -24,11 +24,9 @@ from parquet_keytools.errors import (
     KmsResponseInvalidError,
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
-    value_or_raise,
 )
 from parquet_keytools.kms.client import (
     KEY_LENGTHS_BYTES,
-    KmsSettings,
     MasterKeyDescription,
     R,
     RewrapRequest,
@@ -57,6 +55,8 @@ T = TypeVar("T")
 _KEY_FACTS_LIFETIME_SECONDS = 300.0
 _CLOSING_SECONDS = 2.0
 
+_WRAPPED_KEY = re.compile(r"vault:v(?P<version>[1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
+
 _NO_KEY_NAME = Meaning(
     MasterKeyNotFoundError,
     "this is not a valid name of a transit key",
@@ -80,6 +80,8 @@ class VaultKms(RemoteKmsClient):
 
     backend = "vault"
     Settings = VaultSettings
+    wrapped_key_form = _WRAPPED_KEY
+    raw_form_is_text = True
 
     def __init__(self, settings: VaultSettings, folder: Path = Path(), *, time_source: Time | None = None) -> None:
         super().__init__(settings, time_source)
@@ -89,17 +91,6 @@ class VaultKms(RemoteKmsClient):
         self._key_facts: dict[str, tuple[float, TransitKey | None]] = {}
         self._batch_size = settings.batch_size
         self._connection = PerProcess(self._connect)
-
-    @classmethod
-    def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
-        """Make a client from `VaultSettings`; it reads files and connects when it is first used."""
-        assert isinstance(settings, VaultSettings)
-        return cls(settings, folder)
-
-    def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
-        """Return the version that a wrapped key names, or None if no transit engine made it."""
-        parts = _WRAPPED_KEY.fullmatch(wrapped_key)
-        return parts[1] if parts else None
 
     def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
         """Return whether both are the same master key: the engine cannot re-wrap under another key."""
@@ -130,17 +121,6 @@ class VaultKms(RemoteKmsClient):
         return _Connection(server, VaultSession(source, server, self._time.clock))
 
     # --- hooks ---
-
-    def _raw_obstacle(self) -> str:
-        return ""
-
-    def _wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
-        return value_or_raise(self._wrap_many([WrapRequest(key, master_key_id)])[0]).encode("ascii")
-
-    def _unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
-        # Bytes that are not ASCII become a text that is refused as an invalid wrapped key.
-        request = UnwrapRequest(wrapped_key.decode("ascii", "replace"), master_key_id)
-        return value_or_raise(self._unwrap_many([request])[0])
 
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
         return self._in_batches(self._operation("wrap"), requests, _ENCRYPT)
@@ -184,34 +164,26 @@ class VaultKms(RemoteKmsClient):
     ) -> list[T | KmsError]:
         """Send the requests in batches, each for one master key, several batches at a time."""
         outcomes: dict[int, T | KmsError] = {}
-        of_key: dict[str, list[R]] = defaultdict(list)
+        left: list[R] = []
         for request in requests:
             # The server accepts several spellings of a wrapped key; an altered file must not pass as unaltered.
             if not isinstance(request, WrapRequest) and _parts_of(request.wrapped_key) is None:
-                detail = "it was not made by a transit engine"
-                outcomes[id(request)] = WrappedKeyInvalidError(detail)
+                outcomes[id(request)] = WrappedKeyInvalidError("it was not made by a transit engine")
             else:
-                of_key[request.master_key_id].append(request)
-        for name, mistake in self._mistakes(operation, list(of_key)).items():
-            outcomes |= dict.fromkeys(map(id, of_key.pop(name)), mistake)
-
-        send = partial(self._send_batch, action)
+                left.append(request)
+        mistakes = self._mistakes(operation, list(dict.fromkeys(request.master_key_id for request in left)))
+        outcomes |= {id(each): mistakes[each.master_key_id] for each in left if each.master_key_id in mistakes}
+        left = [request for request in left if request.master_key_id not in mistakes]
         size = self._batch_size
-        batches = [
-            of_one[start : start + size] for of_one in of_key.values() for start in range(0, len(of_one), size)
-        ]
-        while batches:
-            answers = operation.each(batches, send, lambda batch: batch[0].master_key_id)
-            asked, batches = batches, []
-            for batch, answer in zip(asked, answers, strict=True):
-                if isinstance(answer, RequestTooLargeError) and len(batch) > 1:
-                    half = len(batch) // 2
-                    self._batch_size = min(self._batch_size, half)
-                    batches += [batch[:half], batch[half:]]
-                elif isinstance(answer, KmsError):
-                    outcomes |= dict.fromkeys(map(id, batch), answer)
-                else:
-                    outcomes |= dict(zip(map(id, batch), answer, strict=True))
+        while left:
+            found = operation.in_batches(left, size, partial(self._send_batch, action))
+            outcomes |= zip(map(id, left), found, strict=True)
+            left = [request for request in left if isinstance(outcomes[id(request)], RequestTooLargeError)]
+            longest = max(Counter(request.master_key_id for request in left).values(), default=0)
+            size = min(size, longest) // 2
+            if not size:
+                break
+            self._batch_size = min(self._batch_size, size)
         return [outcomes[id(request)] for request in requests]
 
     def _send_batch(self, action: _Action[R, T], batch: Sequence[R], seconds: float) -> list[T | KmsError]:
@@ -309,7 +281,6 @@ _LATEST_SECONDS = 1 << 37
 """Later times have no date."""
 
 _KEY_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,254}[A-Za-z0-9_])?")
-_WRAPPED_KEY = re.compile(r"vault:v([1-9][0-9]{0,8}):([A-Za-z0-9+/]+={0,2})")
 
 _NO_TYPE = "none"
 """An invalid key type. If the token may create keys, the engine would create a missing key with the type in the
