@@ -2,7 +2,8 @@
 
 It answers, over HTTPS, the REST calls that this package makes, as Microsoft documents them: the challenge, keys
 and their versions, wrapkey, unwrapkey, encrypt, decrypt, deletedkeys. RSA and AES are real. It also stands in for
-the endpoint of App Service that issues tokens to a managed identity.
+what issues tokens: the endpoints of App Service and of virtual machines for a managed identity, and Entra ID.
+Clients call Entra ID by its real name, through a proxy that leads these connections to the fake.
 
 A vault must name the domain that it lies in. The fake listens at `127.0.0.1:PORT`, so its domain is `0.0.1:PORT`.
 """
@@ -16,6 +17,8 @@ import http.server
 import ipaddress
 import json
 import os
+import select
+import socket
 import ssl
 import threading
 import time
@@ -26,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, parse_qsl, urlsplit
 
 from azure.core.credentials import AccessToken
 from cryptography import x509
@@ -37,6 +40,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.keywrap import InvalidUnwrap, aes_key_unwrap, aes_key_wrap
 from cryptography.x509.oid import NameOID
 
+ENTRA = "login.microsoftonline.com"
 PAGE_SIZE = 2
 OAEP = padding.OAEP(padding.MGF1(hashes.SHA256()), hashes.SHA256(), None)
 WRAP_OPERATIONS = ("wrapKey", "unwrapKey")
@@ -116,6 +120,8 @@ class FakeVault:
         self.calls: Counter[str] = Counter()
         self.without_token: list[bytes] = []
         self.scopes: list[tuple[str, dict[str, Any]]] = []
+        self.logins: list[tuple[str, dict[str, str]]] = []
+        self.accepts: Callable[[dict[str, str]], bool] = lambda form: True
         self.under_way = self.most_under_way = 0
         self.latency_seconds = 0.0
         self.faults: list[Fault] = []
@@ -161,11 +167,14 @@ class FakeVault:
         self.url, self.domain = f"https://{host}", host.partition(".")[2]
         self.resource = f"https://{self.domain}"
         self.challenge = f'Bearer authorization="https://login.example/a-tenant", resource="{self.resource}"'
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self._proxy = Server(("127.0.0.1", 0), type("Proxy", (_Proxy,), {"vault": self}))
+        for server in (self._server, self._proxy):
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        for server in (self._server, self._proxy):
+            server.shutdown()
+            server.server_close()
 
     # --- what an operator does ---
 
@@ -198,6 +207,12 @@ class FakeVault:
             "NO_PROXY": "127.0.0.1",
         }
 
+    def environment_of_entra(self) -> dict[str, str]:
+        """Return variables with which Entra ID, and a machine's own address for tokens, are this fake."""
+        proxy = f"http://127.0.0.1:{self._proxy.server_port}"
+        proxies = {"HTTPS_PROXY": proxy, "HTTP_PROXY": proxy, "NO_PROXY": "127.0.0.1"}
+        return {"REQUESTS_CA_BUNDLE": str(self.ca_file), **proxies}
+
     def fail(self, answer: Raw | RefusalError, *, times: int = -1, verb: str = "") -> None:
         """Answer the next calls of a verb, or of any, in this way: so many of them, or all."""
         left = [times]
@@ -220,6 +235,8 @@ class FakeVault:
         parts = urlsplit(target)
         if parts.path == "/msi/token":
             return self._identity(parts.query, headers)
+        if headers.get("Host") == ENTRA:
+            return self._entra(parts.path, dict(parse_qsl(body.decode())))
         token = headers.get("Authorization", "").removeprefix("Bearer ")
         with self._lock:
             self.under_way += 1
@@ -251,6 +268,32 @@ class FakeVault:
         self.scopes.append((parse_qs(query)["resource"][0], {}))
         ends = int(time.time()) + 3600
         return 200, {}, {"access_token": self.new_token(), "expires_on": str(ends), "token_type": "Bearer"}
+
+    def _entra(self, path: str, form: dict[str, str]) -> Raw:
+        tenant = path.split("/")[1]
+        here = f"https://{ENTRA}/{tenant}"
+        if path.endswith("/openid-configuration"):
+            endpoints = {
+                "authorization_endpoint": f"{here}/authorize",
+                "token_endpoint": f"{here}/oauth2/v2.0/token",
+            }
+            return 200, {}, {"issuer": f"{here}/v2.0", **endpoints}
+        if path == "/common/discovery/instance":
+            aliases = {"preferred_network": ENTRA, "preferred_cache": ENTRA, "aliases": [ENTRA]}
+            return 200, {}, {"tenant_discovery_endpoint": f"{here}/openid-configuration", "metadata": [aliases]}
+        self.logins.append((path, form))
+        if not self.accepts(form):
+            # Like a careless service, it quotes what it was asked.
+            text = f"AADSTS7000215: Invalid client secret provided: {form}"
+            return 401, {}, {"error": "invalid_client", "error_description": text, "error_codes": [7000215]}
+        return 200, {}, {"access_token": self.new_token(), "expires_in": 3600, "token_type": "Bearer"}
+
+    def machine_identity(self, query: str, headers: dict[str, str]) -> Raw:
+        if headers.get("Metadata") != "true":
+            return 400, {}, {"error": "invalid_request"}
+        self.scopes.append((parse_qs(query)["resource"][0], {}))
+        issued = {"access_token": self.new_token(), "expires_in": "3600", "token_type": "Bearer"}
+        return 200, {}, issued | {"expires_on": str(int(time.time()) + 3600)}
 
     def _called(self, method: str, path: list[str], query: str, content: dict[str, Any]) -> dict[str, Any]:
         kind, name, *rest = path
@@ -311,6 +354,44 @@ class FakeVault:
         )
 
 
+class _Proxy(http.server.BaseHTTPRequestHandler):
+    """Leads connections to Entra ID to the fake, answers for a virtual machine, and refuses all others."""
+
+    vault: FakeVault
+
+    def do_CONNECT(self) -> None:
+        if self.path != f"{ENTRA}:443":
+            self.send_error(403)
+            return
+        host = urlsplit(self.vault.url)
+        with socket.create_connection((host.hostname or "", host.port or 0)) as other:
+            self.send_response(200)
+            self.end_headers()
+            ends = {self.connection: other, other: self.connection}
+            is_open = True
+            while is_open:
+                for end in select.select(list(ends), [], [])[0]:
+                    ends[end].sendall(data := end.recv(65536))
+                    is_open &= bool(data)
+        self.close_connection = True
+
+    def do_GET(self) -> None:
+        """Of a virtual machine, at an address that is the same in each."""
+        parts = urlsplit(self.path)
+        status, content = 404, {}
+        if (parts.hostname, parts.path) == ("169.254.169.254", "/metadata/identity/oauth2/token"):
+            status, _, content = self.vault.machine_identity(parts.query, dict(self.headers))
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
 def _missing(name: str) -> RefusalError:
     text = f"A key with (name/id) {name} was not found in this key vault. If you recently deleted this key you may"
     return RefusalError(404, "KeyNotFound", text)
@@ -354,7 +435,7 @@ class FakeCredential:
 
 
 def _certificates(folder: Path) -> tuple[Path, Path]:
-    """Write a certificate for 127.0.0.1, and the same with its key. Returns both files."""
+    """Write a certificate for 127.0.0.1 and Entra ID, and the same with its key. Returns both files."""
     key = rsa_key(0)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fake vault")])
     now = datetime.datetime.now(datetime.UTC)
@@ -367,7 +448,8 @@ def _certificates(folder: Path) -> tuple[Path, Path]:
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName(ENTRA)]),
+            critical=False,
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
