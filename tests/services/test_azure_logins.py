@@ -40,7 +40,7 @@ def shown(caplog: pytest.LogCaptureFixture, vault: FakeVault) -> Iterator[list[s
     caplog.set_level(logging.DEBUG)
     texts: list[str] = []
     yield texts
-    texts += [str(vars(record)) for record in caplog.records]
+    texts += [f"{record.getMessage()} {vars(record)}" for record in caplog.get_records("call")]
     key = rsa_key(1).private_numbers().d
     secrets = [SECRET, POD_TOKEN, "hunter2", "secret-token", "PRIVATE KEY", str(key), f"{key:x}"]
     secrets += [form["client_assertion"] for _, form in vault.logins if "client_assertion" in form]

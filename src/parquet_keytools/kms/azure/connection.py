@@ -8,6 +8,7 @@ exception, since it may contain plaintext keys.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
@@ -108,7 +109,8 @@ class AzureSettings(RemoteKmsSettings):
 
 # --- credentials ---
 
-_sdk_logs = SdkLogs("azure", "msal")
+# Their warnings quote answers of Entra ID, which may quote what it was sent.
+_sdk_logs = SdkLogs("azure", "msal", least_level=logging.CRITICAL + 1)
 
 _CREDENTIALS_HINT = (
     "Check the credentials, which may have expired: `az login`, the AZURE_ variables, the managed identity of "
