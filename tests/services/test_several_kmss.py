@@ -28,6 +28,12 @@ from parquet_keytools.errors import (
     KmsUnavailableError,
     TableMismatchError,
 )
+from parquet_keytools.kms.client import KmsClient
+from parquet_keytools.kms.contract_tests import KmsClientContract
+from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.named import NamedKmsSettings
+from parquet_keytools.kms.registry import client_class, make_client
+from parquet_keytools.secret_bytes import SecretBytes
 
 TABLE = pa.table({"id": [1, 2, 3], "name": ["x", "y", "z"], "claim": [1.5, 2.5, None]})
 REGION = "eu-central-1"
@@ -40,6 +46,74 @@ FORMS: dict[str, dict[str, Any]] = {
     "single wrapping": {"double_wrapping": False},
 }
 EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+class TestContract(KmsClientContract):
+    """The contract, with one master key in a keystore, and another in OpenBao."""
+
+    @pytest.fixture
+    def kms(self, openbao: OpenBao, tmp_path: Path) -> Iterator[KmsClient]:
+        self.server = openbao
+        allowed = {path: ["create", "read", "update"] for path in ("transit/+/*", "transit/keys/*")}
+        self.policy = openbao.write_policy(allowed)
+        path = tmp_path / "keystore.json"
+        self.keystore = Keystore.create(path, lambda: SecretBytes(b"passphrase"), scrypt_n=2**14)
+        self.keystore.create_key("one")
+        settings = {
+            "local": {"type": "keystore", "path": path.name, "passphrase": "passphrase"},
+            "bao": {"type": "vault", "url": openbao.url, "token": openbao.create_token(self.policy)},
+        }
+        made = {
+            name: client_class(one["type"]).Settings.model_validate(one | {"instance_id": name})
+            for name, one in settings.items()
+        }
+        with make_client(NamedKmsSettings(kmss=made), tmp_path) as kms:
+            yield kms
+
+    @pytest.fixture
+    def master_key_id(self) -> str:
+        return "local::one"
+
+    @pytest.fixture
+    def other_master_key_id(self, openbao: OpenBao) -> str:
+        return f"bao::{openbao.create_key()}"
+
+    @pytest.fixture
+    def unknown_master_key_id(self) -> str:
+        return "local::no-such-master-key"
+
+    def disable_key(self, kms: KmsClient, master_key_id: str) -> None:
+        name, _, within = master_key_id.partition("::")
+        if name == "local":
+            self.keystore.set_enabled(within, False)
+        else:
+            self.server.disable_key(within)
+
+    def deny_key(self, kms: KmsClient, master_key_id: str) -> None:
+        name, _, within = master_key_id.partition("::")
+        if name == "local":
+            pytest.skip("a keystore has no principals")
+        self.server.write_policy({"transit/+/*": ["update"], f"transit/+/{within}": ["deny"]}, self.policy)
+
+    def add_version(self, kms: KmsClient, master_key_id: str) -> None:
+        name, _, within = master_key_id.partition("::")
+        (self.keystore if name == "local" else self.server).rotate_key(within)
+
+
+class TestContractTheOtherWayRound(TestContract):
+    """The same, with the two master keys exchanged."""
+
+    @pytest.fixture
+    def master_key_id(self, openbao: OpenBao) -> str:
+        return f"bao::{openbao.create_key()}"
+
+    @pytest.fixture
+    def other_master_key_id(self) -> str:
+        return "local::one"
+
+    @pytest.fixture
+    def unknown_master_key_id(self) -> str:
+        return "bao::no-such-master-key"
 
 
 @pytest.fixture(scope="module")

@@ -347,7 +347,7 @@ class NamedKmss(KmsClient):
         if failures and len(failures) == len(answers):
             self._leave_alone(name, failures[0], time.monotonic() - started)
         return [
-            self._named(answer, name, request.master_key_id) if isinstance(answer, KmsError) else answer
+            self._named(answer, name, _id_in(answer, request)) if isinstance(answer, KmsError) else answer
             for answer, request in zip(answers, requests, strict=True)
         ]
 
@@ -395,6 +395,13 @@ class NamedKmss(KmsClient):
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         return self.describe(master_key_id)
+
+
+def _id_in(error: KmsError, request: WrapRequest | UnwrapRequest | RewrapRequest) -> str:
+    """Return the master key of a request that an error is about."""
+    if isinstance(request, RewrapRequest) and error.master_key_id == split_name(request.new_master_key_id)[1]:
+        return request.new_master_key_id
+    return request.master_key_id
 
 
 def _within(request: R) -> R:
