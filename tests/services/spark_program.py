@@ -39,7 +39,7 @@ def main(sessions: Sessions, arguments: dict[str, Any]) -> dict[str, Any]:
             results[part] = PARTS[part](spark, keytools, folder)
         results["settings"] = dict(spark.sparkContext.getConf().getAll())
         results["statistics"] = [counts for counts in statistics(spark) if counts["process"] not in before]
-        if "write" in results:
+        if {"write", "each_table"} & results.keys():
             time.sleep(1.5)  # So that workers have logged their counts.
     finally:
         if not arguments.get("keep"):
@@ -104,6 +104,20 @@ def read(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
         rows = frame.select(*columns, frame.month.cast("bigint"))
         results[name] = list(rows.selectExpr("sum(hash(*))", "count(*)").collect()[0])
     return results
+
+
+def each_table(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
+    """Write the flights as each table; read what Spark and Keytools wrote, and the plaintext."""
+    frame = plain_flights(spark, folder).repartition(4)
+    frames = {"plain": frame}
+    for name in keytools.configuration.tables:
+        options = keytools.spark_options(name, frame.schema)
+        frame.write.options(**options).parquet(str(folder / "spark" / name))
+        for writer in ("spark", "keytools"):
+            frames[f"{writer} {name}"] = reader(spark, name).parquet(str(folder / writer / name))
+    return {
+        name: list(frame.selectExpr("sum(hash(*))", "count(*)").collect()[0]) for name, frame in frames.items()
+    }
 
 
 def read_some(spark: Any, folder: Path) -> dict[str, Any]:
@@ -329,6 +343,7 @@ def error_of(call: Callable[[], object]) -> str:
 PARTS: dict[str, Callable[[Any, Keytools, Path], dict[str, Any]]] = {
     "write": write,
     "read": read,
+    "each_table": each_table,
     "read_spark": lambda spark, _, folder: read_some(spark, folder / "spark"),
     "refused_writes": refused_writes,
     "plaintext": plaintext,
