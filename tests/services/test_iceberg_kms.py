@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import boto3
 import pytest
 from azure.keyvault.keys.crypto import CryptographyClient, KeyWrapAlgorithm
 from azure_fake import fake_vault
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from gcp_fake import KEY_RING, fake_gcp_kms
 from iceberg_case import Lake, rows
+from iceberg_tables import MASTER_KEYS, ExpectedTable, assert_is_snapshot
 from moto_server import moto_server
 from openbao import OpenBao
 
@@ -174,3 +177,56 @@ def test_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(lake.load().rotate()) == 1
         vault.keys["people-pii"].versions[0].enabled = False
         assert 6 in lake.ids()
+
+
+@pytest.mark.parametrize("name", ["people_128", "kek_rotated"])
+def test_a_table_of_iceberg_java_under_azure(
+    tmp_path: Path, iceberg_test_data: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What Iceberg Java with its Azure client leaves: its table, and KEKs that Azure's own client wrapped.
+
+    The client of Iceberg calls `wrapKey` with RSA-OAEP-256, and Iceberg stores the bare ciphertext, as base64. The
+    table was written with another KMS, which shows only in the wrapped KEKs: they are wrapped again.
+    """
+    with fake_vault(tmp_path / "vault", "people-pii") as vault:
+        for variable, value in vault.environment().items():
+            monkeypatch.setenv(variable, value)
+        client = CryptographyClient(f"{vault.url}/keys/people-pii", vault.credential(), api_version="7.4")
+        lake = Lake(tmp_path)
+        text = configuration("azure.yaml").replace("https://my-vault.vault.azure.net", vault.url)
+        (tmp_path / "keytools.yaml").write_text(text)
+        shutil.copytree(iceberg_test_data / "warehouse" / name, lake.warehouse / name)
+        expected = ExpectedTable.read(iceberg_test_data, name)
+        path = lake.warehouse / expected.metadata.removeprefix("file:/warehouse/")
+        document = json.loads(path.read_text())
+        keks = [entry for entry in document["encryption-keys"] if entry["encrypted-by-id"] in MASTER_KEYS]
+        for entry in keks:
+            wrapped = base64.b64decode(entry["encrypted-key-metadata"])
+            kek = AESGCM(MASTER_KEYS[entry["encrypted-by-id"]]).decrypt(wrapped[:12], wrapped[12:], None)
+            wrapped = client.wrap_key(KeyWrapAlgorithm.rsa_oaep_256, kek).encrypted_key
+            entry |= {
+                "encrypted-by-id": "people-pii",
+                "encrypted-key-metadata": base64.b64encode(wrapped).decode(),
+            }
+        document["properties"]["encryption.key-id"] = "people-pii"
+        path.write_text(json.dumps(document))
+
+        mapping = {"keytools.location-mapping": f"file:/warehouse=file://{lake.warehouse}"}
+        lake.catalog(**mapping).register_table(f"db.{name}", expected.metadata)
+        table = lake.load(f"db.{name}", **mapping)
+        for snapshot in expected.snapshots:
+            assert_is_snapshot(table.scan(snapshot_id=snapshot["snapshot_id"]).to_arrow(), snapshot)
+        vault.keys["people-pii"].add_version()
+        assert len(table.rotate()) == len(keks)
+        vault.keys["people-pii"].versions[0].enabled = False
+        # A changed configuration: nothing is remembered.
+        (tmp_path / "keytools.yaml").write_text(text + "\n")
+        rotated = lake.load(f"db.{name}", **mapping)
+        assert_is_snapshot(rotated.scan().to_arrow(), expected.snapshots[-1])
+        # Azure's own client unwraps what was wrapped with the new version.
+        entries = json.loads((path.parent / Path(rotated.metadata_location).name).read_text())["encryption-keys"]
+        client = CryptographyClient(f"{vault.url}/keys/people-pii", vault.credential(), api_version="7.4")
+        rewrapped = [entry for entry in entries if entry["encrypted-by-id"] == "people-pii"]
+        assert len(rewrapped) >= len(keks)
+        wrapped = base64.b64decode(rewrapped[-1]["encrypted-key-metadata"])
+        assert len(client.unwrap_key(KeyWrapAlgorithm.rsa_oaep_256, wrapped).key) == 16
