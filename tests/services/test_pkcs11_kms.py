@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pkcs11
@@ -183,6 +184,77 @@ def test_a_session_limit_is_waited_for(hsm: SoftHsm, monkeypatch: pytest.MonkeyP
         limit[0] = 0
         threading.Timer(0.3, lambda: limit.__setitem__(0, 1)).start()
         assert wrap_one(kms, KEY, "pii")
+
+
+class Busy:
+    """A library that is safe for threads, unlike SoftHSM. It counts what is under way, and can lose its token."""
+
+    def __init__(self) -> None:
+        self.under_way = self.most_under_way = self.opened = self.started_over = 0
+        self.lose = False
+        self._lock = threading.Lock()
+
+    def get_slots(self, token_present: bool) -> list[Any]:
+        slot = SimpleNamespace(slot_id=1)
+        slot.get_token = lambda: SimpleNamespace(
+            label="keys", serial=b"1", flags=TokenFlag(0), slot=slot, open=self.open
+        )
+        return [slot]
+
+    def finalize(self) -> None:
+        assert not self.under_way, "sessions are in use"
+        self.started_over += 1
+
+    def initialize(self) -> None:
+        assert not self.under_way, "sessions are in use"
+
+    def open(self, **_: Any) -> Any:
+        self.opened += 1
+        return SimpleNamespace(get_objects=lambda _: [BusyKey(self)], close=lambda: None)
+
+    def encrypt(self, data: bytes) -> bytes:
+        with self._lock:
+            self.under_way += 1
+            self.most_under_way = max(self.most_under_way, self.under_way)
+            is_lost, self.lose = self.lose, False
+        time.sleep(0.02)
+        with self._lock:
+            self.under_way -= 1
+        if is_lost:
+            raise pkcs11.DeviceRemoved
+        return data + bytes(16)
+
+
+class BusyKey(pkcs11.SecretKey):
+    def __init__(self, library: Busy) -> None:
+        self._library = library
+
+    def get_attributes(self, wanted: Any) -> dict[Attribute, Any]:
+        found: dict[Attribute, Any] = dict.fromkeys(wanted, True)
+        return found | {
+            Attribute.LABEL: "pii",
+            Attribute.ID: b"\x01",
+            Attribute.KEY_TYPE: KeyType.AES,
+            Attribute.EXTRACTABLE: False,
+        }
+
+    def encrypt(self, data: bytes, **_: Any) -> bytes:
+        return self._library.encrypt(data)
+
+
+def test_as_many_sessions_as_allowed_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by two clients; and where the token is lost, the library starts over when no session is in use."""
+    library = Busy()
+    monkeypatch.setattr(pkcs11, "lib", lambda path: library)
+    given = {"module": str(tmp_path / "busy.so"), "token_label": "keys", "pin": PIN, "max_sessions": 3}
+    settings = Pkcs11Settings.model_validate(given)
+    with Pkcs11Kms(settings) as kms, Pkcs11Kms(settings) as other, ThreadPoolExecutor(16) as pool:
+        for lose in (False, True):
+            library.lose = lose
+            assert all(pool.map(lambda number: wrap_one((kms, other)[number % 2], KEY, "pii"), range(60)))
+    assert (library.most_under_way, library.started_over) == (3, 1)
+    # Once three and the one that stays, and again after the token was lost.
+    assert library.opened <= 8
 
 
 # --- PINs ---
