@@ -40,7 +40,7 @@ class ChunkPages:
         numbers: Six for each page, in order: the lengths of header and page in the source, with framing; the page
             ordinal, `NO_PAGE_ORDINAL` for the dictionary page; the CRC that the header states, or `NOTHING`; where
             its new header ends in `headers`; and where in that header a padded CRC is filled in, or `NOTHING`.
-        values: How many values each page has, where that was asked for.
+        values: How many values each page has; None if that was not asked for.
         headers: The new headers one after another, without framing; empty where chunks are copied.
         first_data_page: Position of the first data page among the pages; None where there is none.
         length_before_data: How many bytes the pages before the first data page take in the output.
@@ -59,11 +59,11 @@ class ChunkPages:
         "values",
     )
 
-    def __init__(self, source_offset: int) -> None:
+    def __init__(self, source_offset: int, *, keeps_values: bool = False) -> None:
         self.source_offset = source_offset
         self.source_end = self.count = 0
         self.numbers: array[int] = array("q")
-        self.values: array[int] = array("q")
+        self.values: array[int] | None = array("q") if keeps_values else None
         self.headers = b""
         self.first_data_page: int | None = None
         self.length_before_data = self.output_length = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -18,7 +18,7 @@ from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import ChunkPlaces, Region, RegionKind
 from parquet_keytools.format.pages import move_pages
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnChunk, ColumnMetaData
-from parquet_keytools.format.thrift import Entry, WireType
+from parquet_keytools.format.thrift import Changes, Entry, WireType
 
 _MAX_BLOOM_FILTER_HEADER = 1024
 """Longest header of a Bloom filter in bytes that is looked for; writers make them about 20 bytes long."""
@@ -39,8 +39,8 @@ INDEX_FIELD_IDS = {
     RegionKind.OFFSET_INDEX: (ColumnChunk.offset_index_offset.field_id, ColumnChunk.offset_index_length.field_id),
 }
 
-_OFFSET_INDEX_OFFSET = ColumnChunk.offset_index_offset.field_id
-_COLUMN_INDEX_OFFSET = ColumnChunk.column_index_offset.field_id
+_INDEX_OFFSETS = [offset_id for offset_id, _ in INDEX_FIELD_IDS.values()]
+_INDEX_LENGTHS = [length_id for _, length_id in INDEX_FIELD_IDS.values()]
 
 
 class PagesMemory:
@@ -55,7 +55,7 @@ class PagesMemory:
 
     def take(self, pages: ChunkPages) -> bool:
         """Take what these pages need; returns whether there was as much."""
-        needed = len(pages.headers) + 8 * len(pages.values) + 48 * pages.count + 1024
+        needed = len(pages.headers) + 56 * pages.count + 1024
         if needed > self.left_bytes:
             return False
         self.left_bytes -= needed
@@ -70,7 +70,8 @@ class ChunkRewrite:
         metadata: Its full metadata. Not changed.
         reader: Decrypts its modules; None for a plaintext chunk.
         writer: Encrypts them; None for plaintext output.
-        chunk_changes: What changes in the chunk for the output, apart from how it is encrypted.
+        chunk_changes: What changes in the chunk for the output, apart from how it is encrypted: field id -> new
+            value, or None if the field is removed.
         metadata_changes: Likewise in its metadata.
         places: What the metadata says of where the chunk lies; set by `in_order`.
         start: Where its pages begin in the output, when they are laid out.
@@ -82,7 +83,8 @@ class ChunkRewrite:
     """
 
     __slots__ = (
-        "_find_pages",
+        "_pages",
+        "_region",
         "chunk",
         "chunk_changes",
         "dropped_indexes",
@@ -99,6 +101,7 @@ class ChunkRewrite:
     )
 
     places: ChunkPlaces
+    _region: Region
 
     def __init__(
         self,
@@ -114,19 +117,24 @@ class ChunkRewrite:
         self.metadata = metadata
         self.reader = reader
         self.writer = writer
-        self.chunk_changes: dict[int, Entry | None] = {}
-        self.metadata_changes: dict[int, Entry | None] = {}
+        # Integers alone: Python's garbage collector does not look at such dictionaries, of which there are many.
+        self.chunk_changes: dict[int, int | None] = {}
+        self.metadata_changes: dict[int, int | None] = {}
         self.start = 0
         self.length = 0
         self.forgotten_length = 0
         self.num_rows = num_rows
         self.is_flat = is_flat
-        self.dropped_indexes: list[str] = []
-        self._find_pages: Callable[[], ChunkPages] | None = None
+        self.dropped_indexes: tuple[str, ...] = ()
+        self._pages: ChunkPages | None = None
 
     def new_metadata(self) -> bytes:
         """Return the bytes of its metadata in the output."""
-        return self.metadata.struct.changed_bytes(self.metadata_changes)
+        return self.metadata.struct.changed_bytes(_entries(self.metadata_changes, (_BLOOM_FILTER_LENGTH,)))
+
+    def new_chunk(self, encryption: Changes) -> bytes:
+        """Return the bytes of the chunk in the output's footer, with what says how it is encrypted."""
+        return self.chunk.struct.changed_bytes({**_entries(self.chunk_changes, _INDEX_LENGTHS), **encryption})
 
     def lay_out(self, source: ByteSource, region: Region, offset: int, memory: PagesMemory) -> Part:
         """Lay out one of the chunk's regions at `offset` of the output; pages come before their indexes.
@@ -142,32 +150,37 @@ class ChunkRewrite:
             return self._lay_out_pages(source, region, offset, memory)
         if region.kind is RegionKind.BLOOM_FILTER:
             part = self._lay_out_bloom_filter(source, region)
-            self.metadata_changes[_BLOOM_FILTER_OFFSET] = (_I64, offset)
+            self.metadata_changes[_BLOOM_FILTER_OFFSET] = offset
             if self.writer is not None or self.places.bloom_filter_length is not None:
-                self.metadata_changes[_BLOOM_FILTER_LENGTH] = (_I32, part.length)
+                self.metadata_changes[_BLOOM_FILTER_LENGTH] = part.length
             return part
         return self._lay_out_index(source, region, offset)
 
     def place_index(self, kind: RegionKind, offset: int, length: int) -> None:
         """Note where one of its indexes lies in the output."""
         offset_id, length_id = INDEX_FIELD_IDS[kind]
-        self.chunk_changes[offset_id] = (_I64, offset)
-        self.chunk_changes[length_id] = (_I32, length)
+        self.chunk_changes[offset_id] = offset
+        self.chunk_changes[length_id] = length
 
     # --- Pages ---------------------------------------------------------------------------------------------
 
     def _lay_out_pages(self, source: ByteSource, region: Region, offset: int, memory: PagesMemory) -> Part:
         pages = self._walk(source, region)
-        find_pages = (lambda: pages) if memory.take(pages) else partial(self._walk, source, region)
+        self._region = region
+        if memory.take(pages):
+            self._pages = pages
         if self.writer is not None:
             self.writer.cipher.reserve(2 * pages.count)
         self.start = offset
         self.length = pages.output_length
-        self._find_pages = find_pages
         assert region.length is not None
         self.forgotten_length = max(pages.source_end - region.offset - region.length, 0)
         self._move(pages, region, offset)
-        return PagesPart(pages.output_length, source, find_pages, self.reader, self.writer)
+        return PagesPart(pages.output_length, source, self)
+
+    def find_pages(self, source: ByteSource) -> ChunkPages:
+        """Return the pages, once they are laid out."""
+        return self._pages or self._walk(source, self._region)
 
     def _walk(self, source: ByteSource, region: Region) -> ChunkPages:
         assert region.length is not None
@@ -179,43 +192,41 @@ class ChunkRewrite:
             reader=self.reader,
             writer=self.writer,
             expects_dictionary_page=bool(self.places.dictionary_page_offset),
-            keeps_values=_OFFSET_INDEX_OFFSET in self.chunk.struct.types()
-            or _COLUMN_INDEX_OFFSET in self.chunk.struct.types(),
+            keeps_values=any(map(self.chunk.struct.has, _INDEX_OFFSETS)),
         )
 
     def _move(self, pages: ChunkPages, region: Region, offset: int) -> None:
         """Set all offsets and sizes that depend on where the pages are."""
         data_page, dictionary_page, index_page, *_ = self.places
-        new: dict[int, Entry | None] = {_TOTAL_COMPRESSED_SIZE: (_I64, pages.output_length)}
+        new: dict[int, int | None] = {_TOTAL_COMPRESSED_SIZE: pages.output_length}
         has_dictionary_page = pages.has_dictionary_page
         if self.reader is None and self.writer is None:
             if data_page:
-                new[_DATA_PAGE_OFFSET] = (_I64, self._moved(data_page, pages, region, offset) or offset)
+                new[_DATA_PAGE_OFFSET] = self._moved(data_page, pages, region, offset) or offset
             if dictionary_page:
-                new[_DICTIONARY_PAGE_OFFSET] = _entry(self._moved(dictionary_page, pages, region, offset))
+                new[_DICTIONARY_PAGE_OFFSET] = self._moved(dictionary_page, pages, region, offset)
         else:
             # Readers of encrypted files take the type of the first module from here.
             if has_dictionary_page:
-                new[_DICTIONARY_PAGE_OFFSET] = (_I64, offset)
+                new[_DICTIONARY_PAGE_OFFSET] = offset
             elif dictionary_page is not None:
                 new[_DICTIONARY_PAGE_OFFSET] = None
             if data_page:
-                new[_DATA_PAGE_OFFSET] = (_I64, offset + pages.length_before_data)
+                new[_DATA_PAGE_OFFSET] = offset + pages.length_before_data
         if index_page:
-            new[_INDEX_PAGE_OFFSET] = _entry(self._moved(index_page, pages, region, offset))
+            new[_INDEX_PAGE_OFFSET] = self._moved(index_page, pages, region, offset)
         elif pages.count and pages.first_data_page != 0 and not has_dictionary_page:
             # An index page comes first: without its offset, readers would not know where the chunk begins.
-            new[_INDEX_PAGE_OFFSET] = (_I64, offset)
+            new[_INDEX_PAGE_OFFSET] = offset
         if self.forgotten_length:
-            size = self.metadata.total_uncompressed_size + self.forgotten_length
-            new[_TOTAL_UNCOMPRESSED_SIZE] = (_I64, size)
+            new[_TOTAL_UNCOMPRESSED_SIZE] = self.metadata.total_uncompressed_size + self.forgotten_length
         self.metadata_changes.update(new)
         if self.chunk.file_path is not None:
             # Empty, or the chunk would have been refused.
             self.chunk_changes[_FILE_PATH] = None
         file_offset = self.chunk.file_offset
         if file_offset:
-            self.chunk_changes[_FILE_OFFSET] = (_I64, self._moved(file_offset, pages, region, offset) or 0)
+            self.chunk_changes[_FILE_OFFSET] = self._moved(file_offset, pages, region, offset) or 0
 
     def _moved(self, old_offset: int, pages: ChunkPages, region: Region, offset: int) -> int | None:
         """Return where the page of the chunk that began at an offset begins now; None where none did.
@@ -247,15 +258,14 @@ class ChunkRewrite:
         is_offset_index = region.kind is RegionKind.OFFSET_INDEX
         module_type = ModuleType.OFFSET_INDEX if is_offset_index else ModuleType.COLUMN_INDEX
         plaintext = self._plaintext(source, region.offset, region.length, module_type)
-        assert self._find_pages is not None
-        pages = self._find_pages()
+        pages = self.find_pages(source)
         data_pages = _data_pages(pages)
         if is_offset_index:
             flaws, _ = checked_offset_index(plaintext, data_pages, self.num_rows, is_flat=self.is_flat)
         else:
             flaws, _ = checked_column_index(plaintext, data_pages)
         if flaws:
-            self.dropped_indexes.append(f"the {module_type.title} at byte {region.offset}: {flaws[0][1]}")
+            self.dropped_indexes += (f"the {module_type.title} at byte {region.offset}: {flaws[0][1]}",)
             for field_id in INDEX_FIELD_IDS[region.kind]:
                 self.chunk_changes[field_id] = None
             return BytesPart(0, lambda: b"")
@@ -333,13 +343,18 @@ class ChunkRewrite:
         return length, header.num_bytes
 
 
-def _entry(offset: int | None) -> Entry | None:
-    return None if offset is None else (_I64, offset)
+def _entries(changes: Mapping[int, int | None], lengths: Sequence[int]) -> dict[int, Entry | None]:
+    """Return fields that change as they are written; lengths have 32 bits, offsets and sizes 64."""
+    return {
+        field_id: None if value is None else (_I32 if field_id in lengths else _I64, value)
+        for field_id, value in changes.items()
+    }
 
 
 def _data_pages(pages: ChunkPages) -> DataPages:
     """Return the pages of a walk that kept numbers of values, without dictionary and index pages."""
     found = DataPages()
+    assert pages.values is not None
     for offset, values, (header_length, page_length, *_) in zip(
         source_offsets(pages), pages.values, pages.each(0, pages.count), strict=True
     ):

@@ -115,10 +115,10 @@ def _plaintext_footer(footer: Footer, selection: Selection, row_groups: list[Row
     for ordinal, (row_group, chunks) in enumerate(row_groups):
         columns: list[bytes | Struct] = []
         for chunk in chunks:
-            changes = chunk.chunk_changes
-            changes[_META_DATA] = (_STRUCT, chunk.new_metadata())
-            changes[_CRYPTO_METADATA] = changes[_ENCRYPTED_COLUMN_METADATA] = None
-            columns.append(chunk.chunk.struct.changed_bytes(changes))
+            shown = (_STRUCT, chunk.new_metadata())
+            columns.append(
+                chunk.new_chunk({_META_DATA: shown, _CRYPTO_METADATA: None, _ENCRYPTED_COLUMN_METADATA: None})
+            )
         new = new_row_group(ordinal, row_group, chunks, columns)
         if len(chunks) < len(footer.leaves):
             selected_sorting_columns(new.struct, selection.column_ordinals)

@@ -199,19 +199,19 @@ class OutputKeys:
         Raises:
             FormatLimitError: The key has encrypted as much as it may.
         """
-        key, metadata, changes = self.column_keys[column_ordinal], chunk.new_metadata(), chunk.chunk_changes
+        key, metadata = self.column_keys[column_ordinal], chunk.new_metadata()
         plaintext_footer = self.encryption.plaintext_footer
         writer = chunk.writer
-        changes[_CRYPTO_METADATA] = self._crypto_metadata[column_ordinal]
+        changes: dict[int, Entry | None] = {_CRYPTO_METADATA: self._crypto_metadata[column_ordinal]}
         if writer is None or (key is _FOOTER_KEY and not plaintext_footer):
             changes[_META_DATA] = (_STRUCT, metadata)
             changes[_ENCRYPTED_COLUMN_METADATA] = None
-            return chunk.chunk.struct.changed_bytes(changes)
+            return chunk.new_chunk(changes)
         writer.cipher.reserve(1)
         module = writer.encrypt_reserved(metadata, _COLUMN_META_DATA)
         changes[_META_DATA] = None
         changes[_ENCRYPTED_COLUMN_METADATA] = (_BINARY, module)
-        written = chunk.chunk.struct.changed_bytes(changes)
+        written = chunk.new_chunk(changes)
         if not plaintext_footer:
             return written
         shown, _ = ColumnChunk.read(written)

@@ -10,6 +10,7 @@ from parquet_keytools.encryption.file_decryptor import Deks, open_chunks
 from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
 from parquet_keytools.encryption.file_rewriter import (
     RowGroupRewrite,
+    chunk_of,
     in_order,
     new_row_group,
     rewrite_file,
@@ -72,7 +73,8 @@ def read_plaintext_footer(source: ByteSource) -> Footer:
     with naming_file(source.path):
         if not footer.is_encrypted:
             data = footer.data
-            read = FileMetaData.read(data, max_memory=unauthenticated_limit(len(data)))
+            max_memory = unauthenticated_limit(len(data))
+            read = FileMetaData.read(data, max_memory=max_memory, path=FileMetaData.METADATA_PATH)
         envelope = FooterEnvelope.of(footer, source.path, read)
     if read is None or envelope.mode is not FooterMode.UNENCRYPTED:
         raise AlreadyEncryptedError(
@@ -212,7 +214,8 @@ class StreamedFile:
         indexes: dict[ChunkRewrite, list[tuple[RegionKind, bytes]]] = {}
         offset, memory = self.size_bytes, PagesMemory()
         regions = in_order(source, row_groups, footer.envelope.footer_offset, footer.metadata.created_by)
-        for region, chunk in regions:
+        for region in regions:
+            chunk = chunk_of(region, row_groups)
             part = chunk.lay_out(source, region, offset, memory)
             if isinstance(part, BytesPart) and region.kind in self._indexes:
                 if part.length:
@@ -220,7 +223,7 @@ class StreamedFile:
                 continue
             parts.append(part)
             offset += part.length
-        warn_of_dropped_indexes(source.path, regions)
+        warn_of_dropped_indexes(source.path, row_groups)
         return parts, indexes
 
     def finish(self, template: ByteSource) -> None:

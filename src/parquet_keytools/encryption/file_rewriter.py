@@ -69,15 +69,15 @@ def rewrite_file(
     offset = MAGIC_LENGTH
     memory = PagesMemory()
     regions = in_order(source, row_groups, footer_offset, created_by)
-    read_ahead = ReadAhead(source, (region for region, _ in regions))
-    for region, chunk in regions:
+    read_ahead = ReadAhead(source, regions)
+    for region in regions:
         try:
-            part = chunk.lay_out(read_ahead, region, offset, memory)
+            part = chunk_of(region, row_groups).lay_out(read_ahead, region, offset, memory)
         except ParquetFormatError as error:
             raise _with_path(error, source.path) from None
         parts.append(part)
         offset += part.length
-    warn_of_dropped_indexes(source.path, regions)
+    warn_of_dropped_indexes(source.path, row_groups)
     footer = make_footer()
     trailer = with_trailer(footer, magic)
     parts.append(BytesPart(len(trailer), lambda: trailer))
@@ -87,7 +87,7 @@ def rewrite_file(
 
 def in_order(
     source: ByteSource, row_groups: Sequence[RowGroupRewrite], footer_offset: int, created_by: str | None
-) -> list[tuple[Region, ChunkRewrite]]:
+) -> list[Region]:
     """Return all regions in the order of the source, but page indexes after the pages that they are about."""
     regions: list[Region] = []
     try:
@@ -98,24 +98,29 @@ def in_order(
         ordered = arranged(regions, footer_offset, created_by)
     except ParquetFormatError as error:
         raise _with_path(error, source.path) from None
-    early: list[tuple[Region, ChunkRewrite]] = []
+    early: list[Region] = []
     laid_out: set[ChunkRewrite] = set()
-    result: list[tuple[Region, ChunkRewrite]] = []
+    result: list[Region] = []
     for region in ordered:
-        chunk = row_groups[region[1]][1][region[2]]
+        chunk = chunk_of(region, row_groups)
         kind = region[0]
         if kind is _PAGES:
             laid_out.add(chunk)
         elif kind in _INDEXES and chunk not in laid_out:
-            early.append((region, chunk))
+            early.append(region)
             continue
-        result.append((region, chunk))
+        result.append(region)
     return result + early
 
 
-def warn_of_dropped_indexes(path: str, regions: Iterable[tuple[Region, ChunkRewrite]]) -> None:
+def chunk_of(region: Region, row_groups: Sequence[RowGroupRewrite]) -> ChunkRewrite:
+    """Return the chunk of a region."""
+    return row_groups[region[1]][1][region[2]]
+
+
+def warn_of_dropped_indexes(path: str, row_groups: Sequence[RowGroupRewrite]) -> None:
     """Warn once for a file that wrong page indexes are not in the output: readers find values without them."""
-    dropped = [text for chunk in dict.fromkeys(chunk for _, chunk in regions) for text in chunk.dropped_indexes]
+    dropped = [text for _, chunks in row_groups for chunk in chunks for text in chunk.dropped_indexes]
     if dropped:
         more = f", and {len(dropped) - _MOST_NAMED} more" if len(dropped) > _MOST_NAMED else ""
         warn_caller(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parquet_keytools.encryption.aad import FOOTER_PLACE, AadPrefix, ModulePlace, ModuleType, aad_prefixes
@@ -28,6 +28,7 @@ from parquet_keytools.encryption.protection import (
     FooterColumn,
     FooterMode,
     KeyRetriever,
+    check_chunk,
     columns_of,
     leaves_of,
     naming_file,
@@ -84,12 +85,14 @@ class FooterEnvelope(Envelope):
         )
         return tuple(prefix + (self.aad_file_unique or b"") for prefix in prefixes)
 
-    def open(self, dek: SecretBytes | None, aad_prefix: AadPrefix = None) -> Footer:
+    def open(self, dek: SecretBytes | None, aad_prefix: AadPrefix = None, *, checks_chunks: bool = True) -> Footer:
         """Authenticate the footer.
 
         Args:
             dek: The footer's DEK; None for a file that is not encrypted only.
             aad_prefix: The prefix that the caller expects, or None to take what the file stores.
+            checks_chunks: Whether to check that each column is encrypted alike in all row groups. Otherwise
+                `Footer.chunk_metadata` checks each chunk.
 
         Only then what it says is built, which takes many times its length in memory.
 
@@ -100,6 +103,14 @@ class FooterEnvelope(Envelope):
             AadPrefixError: See `file_aads`.
             ParquetFormatError: The authentic footer is not what the format says.
         """
+        footer = self._opened(dek, aad_prefix)
+        if checks_chunks:
+            for row_group_ordinal in range(1, len(footer.chunks)):
+                for column in footer.columns:
+                    footer.check_chunk(row_group_ordinal, column)
+        return footer
+
+    def _opened(self, dek: SecretBytes | None, aad_prefix: AadPrefix) -> Footer:
         if self.mode is FooterMode.UNENCRYPTED:
             return self._footer_of(self.body, None, b"", unauthenticated_limit(len(self.body)))
         if dek is None:
@@ -193,19 +204,21 @@ class Footer:
         row_groups: Those of `metadata`.
         chunks: The column chunks: `chunks[row group ordinal][column ordinal]`.
         leaves: The leaf columns of the schema.
-        columns: The same, and how each is encrypted.
+        columns: The same, and how each is encrypted in the first row group.
         file_aad: AAD prefix and file unique; empty in a file that is not encrypted.
     """
 
     envelope: FooterEnvelope
     metadata: FileMetaData = field(repr=False)
     row_groups: list[RowGroup] = field(repr=False)
-    chunks: list[list[ColumnChunk]] = field(repr=False)
+    chunks: Sequence[Sequence[ColumnChunk]] = field(repr=False)
     leaves: tuple[LeafColumn, ...] = field(repr=False)
     columns: tuple[FooterColumn, ...]
     file_aad: bytes
     cipher: ModuleCipher | None = field(repr=False)
     """Under the footer's DEK; None in a file that is not encrypted, and in an unverified footer."""
+    _crypto_metadata: dict[int, object] = field(default_factory=dict, init=False, repr=False)
+    """By column ordinal, of the first row group."""
     held_metadata: dict[tuple[int, int], ColumnMetaData] = field(default_factory=dict, repr=False)
     """What `chunk_metadata` returned, by the ordinals of row group and column, kept to be used again."""
 
@@ -305,6 +318,24 @@ class Footer:
             if holds_metadata:
                 self.held_metadata[row_group_ordinal, column.ordinal] = metadata
 
+    def check_chunk(self, row_group_ordinal: int, column: FooterColumn) -> ColumnChunk:
+        """Return a chunk of a column that is encrypted as in the first row group.
+
+        Raises:
+            ParquetFormatError: It is not.
+        """
+        ordinal = column.ordinal
+        chunk = self.chunks[row_group_ordinal][ordinal]
+        if row_group_ordinal:
+            first = self._crypto_metadata.get(ordinal)
+            if first is None:
+                first = self._crypto_metadata[ordinal] = _crypto_metadata(self.chunks[0][ordinal])
+            # Byte for byte the same in every row group, as a rule.
+            if first != _crypto_metadata(chunk):
+                with naming_file(self.path):
+                    check_chunk(row_group_ordinal, self.leaves[ordinal], chunk, column)
+        return chunk
+
     def chunk_metadata(
         self, row_group_ordinal: int, column: FooterColumn, cipher: ModuleCipher | None
     ) -> ColumnMetaData:
@@ -316,7 +347,7 @@ class Footer:
         """
         if self.held_metadata and (row_group_ordinal, column.ordinal) in self.held_metadata:
             return self.held_metadata[row_group_ordinal, column.ordinal]
-        chunk = self.chunks[row_group_ordinal][column.ordinal]
+        chunk = self.check_chunk(row_group_ordinal, column)
         module = chunk.encrypted_column_metadata
         metadata: ColumnMetaData | None
         if cipher is None or module is None:
@@ -336,6 +367,12 @@ class Footer:
             wrong = f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}."
         name = f"row group {row_group_ordinal}, column {'.'.join(column.path)!r}"
         raise ParquetFormatError(f"{name}: {wrong}", path=self.path)
+
+
+def _crypto_metadata(chunk: ColumnChunk) -> object:
+    """Return the bytes that say how a chunk is encrypted; if there are none, whether only they are missing."""
+    found = chunk.struct.entry_bytes(ColumnChunk.crypto_metadata.field_id)
+    return found or chunk.struct.has(ColumnChunk.encrypted_column_metadata.field_id)
 
 
 _PLAINTEXT, _COLUMN_META_DATA = ColumnEncryption.PLAINTEXT, ModuleType.COLUMN_META_DATA

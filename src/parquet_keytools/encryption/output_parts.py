@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from parquet_keytools.encryption.chunk_pages import ChunkPages, PageJobs, output_lengths
 from parquet_keytools.encryption.module_cipher import ChunkCipher
@@ -35,32 +35,44 @@ class BytesPart(NamedTuple):
         out[:] = self.make()
 
 
+class RewrittenChunk(Protocol):
+    """A column chunk that is rewritten.
+
+    Attributes:
+        reader: Decrypts its pages, or None.
+        writer: Encrypts them, or None.
+    """
+
+    reader: ChunkCipher | None
+    writer: ChunkCipher | None
+
+    def find_pages(self, source: ByteSource) -> ChunkPages:
+        """Return the pages, once they are laid out."""
+        ...
+
+
 class PagesPart(NamedTuple):
     """The pages of a column chunk.
 
     Attributes:
         length: How many bytes they have in the output.
         source: Where they come from.
-        find_pages: Returns them.
-        reader: Decrypts them, or None.
-        writer: Encrypts them, or None.
+        chunk: Their chunk.
     """
 
     length: int
     source: ByteSource
-    find_pages: Callable[[], ChunkPages]
-    reader: ChunkCipher | None
-    writer: ChunkCipher | None
+    chunk: RewrittenChunk
 
     def pieces(self) -> Iterator[OutputPiece]:
         """Yield pieces of about `SEGMENT_LENGTH`, each of whole pages."""
-        pages = self.find_pages()
+        pages = self.chunk.find_pages(self.source)
         if self.length <= SEGMENT_LENGTH:
             if self.length:
                 source_length = pages.source_end - pages.source_offset
                 yield PagesPiece(self.length, self, pages, 0, pages.count, pages.source_offset, source_length)
             return
-        lengths = output_lengths(pages, self.reader, self.writer)
+        lengths = output_lengths(pages, self.chunk.reader, self.chunk.writer)
         first = length = source_length = 0
         source_offset = pages.source_offset
         for position, (page_length, source_header_length, source_page_length) in enumerate(
@@ -100,7 +112,7 @@ class PagesPiece(NamedTuple):
     def fill(self, out: memoryview, jobs: PageJobs) -> None:
         """Write them into memory of their length, as soon as the jobs are run."""
         _, part, pages, first, last, source_offset, source_length = self
-        _, source, _, reader, writer = part
+        source, reader, writer = part.source, part.chunk.reader, part.chunk.writer
         stored = memoryview(source.read_at(source_offset, source_length))
         if writer is not None:
             jobs.encrypt(pages, first, last, stored, out, source.path, source_offset, reader, writer)

@@ -267,7 +267,7 @@ def walk_chunk(
         DecryptionError: A header does not authenticate, or a page that must be looked at.
         FormatLimitError: The output would have too many pages, or too long ones.
     """
-    pages = ChunkPages(start)
+    pages = ChunkPages(start, keeps_values=keeps_values)
     window = HeaderWindow(source, start, limit)
     added = (writer.page_framing if writer is not None else 0) - (reader.page_framing if reader is not None else 0)
     is_copied = reader is None and writer is None
@@ -287,7 +287,7 @@ def walk_chunk(
         if is_data and pages.first_data_page is None:
             pages.first_data_page = position
             pages.length_before_data = output_length + len(headers)
-        if keeps_values:
+        if pages.values is not None:
             pages.values.append(_values_of(facts) if is_data else NOT_DATA)
         position += 1
         new_length = page_length + added

@@ -96,10 +96,10 @@ def _leaves_of_written(schema: bytes) -> tuple[LeafColumn, ...]:
 def columns_of(
     leaves: tuple[LeafColumn, ...],
     row_groups: list[RowGroup],
-    chunks: list[list[ColumnChunk]],
+    chunks: Sequence[Sequence[ColumnChunk]],
     is_encrypted: bool,
 ) -> tuple[FooterColumn, ...]:
-    """Return how each column is encrypted, which must be the same in every row group.
+    """Return how each column is encrypted in the first row group; see `check_chunk` for the others.
 
     Args:
         leaves: The leaf columns of the schema.
@@ -108,14 +108,11 @@ def columns_of(
         is_encrypted: Whether the footer names an encryption algorithm.
 
     Raises:
-        ParquetFormatError: It is not the same, the crypto metadata is not valid or that of another column, or
-            chunks, row groups or ordinals do not fit together.
+        ParquetFormatError: The crypto metadata is not valid or that of another column, or chunks, row groups or
+            ordinals do not fit together.
     """
     if is_encrypted and max(len(leaves), len(row_groups)) > MAX_COUNT:
         raise ParquetFormatError("an encrypted file has more row groups or columns than ordinals (spec 4.4.2).")
-    columns: list[FooterColumn] = []
-    # Byte for byte the same in every row group, as a rule.
-    first: object = None
     for ordinal, (row_group, these) in enumerate(zip(row_groups, chunks, strict=True)):
         if is_encrypted and row_group.ordinal not in (None, ordinal):
             raise ParquetFormatError(f"row group {ordinal} says that its ordinal is {row_group.ordinal}.")
@@ -123,18 +120,9 @@ def columns_of(
             raise ParquetFormatError(
                 f"row group {ordinal} has {len(these)} chunks for {len(leaves)} leaf columns."
             )
-        written = [_encryption_of(chunk) for chunk in these]
-        if columns and written == first:
-            continue
-        first = written if first is None else first
-        found = [_column_of(leaf, chunk) for leaf, chunk in zip(leaves, these, strict=True)]
-        columns = columns or found
-        if found != columns:
-            leaf = next(leaf for leaf, a, b in zip(leaves, found, columns, strict=True) if a != b)
-            raise ParquetFormatError(
-                f"row group {ordinal}: column {leaf.dotted_path!r} is encrypted in another way than before."
-            )
-    if not columns:
+    if chunks:
+        columns = [_column_of(leaf, chunk) for leaf, chunk in zip(leaves, chunks[0], strict=True)]
+    else:
         columns = [FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None) for leaf in leaves]
     if not is_encrypted and any(column.encryption is not ColumnEncryption.PLAINTEXT for column in columns):
         raise ParquetFormatError(
@@ -144,10 +132,16 @@ def columns_of(
     return tuple(columns)
 
 
-def _encryption_of(chunk: ColumnChunk) -> tuple[bytes | None, bool]:
-    """Return what a chunk says of its encryption: its crypto metadata, and whether only that is missing."""
-    crypto = chunk.bytes_of(ColumnChunk.crypto_metadata)
-    return crypto, crypto is None and chunk.bytes_of(ColumnChunk.encrypted_column_metadata) is not None
+def check_chunk(row_group_ordinal: int, leaf: LeafColumn, chunk: ColumnChunk, column: FooterColumn) -> None:
+    """Check that a chunk is encrypted as the chunk of its column in the first row group is.
+
+    Raises:
+        ParquetFormatError: It is not, or its crypto metadata is not valid.
+    """
+    if _column_of(leaf, chunk) != column:
+        raise ParquetFormatError(
+            f"row group {row_group_ordinal}: column {leaf.dotted_path!r} is encrypted in another way than before."
+        )
 
 
 def _column_of(leaf: LeafColumn, chunk: ColumnChunk) -> FooterColumn:

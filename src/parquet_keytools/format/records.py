@@ -7,12 +7,12 @@ ones it knows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.thrift import Entry, Struct, ThriftList, WireType, read_struct
+from parquet_keytools.format.thrift import Entry, Struct, Structs, ThriftList, WireType, read_struct
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ class Record:
 
     __slots__ = ("struct",)
 
-    PATH: ClassVar[Sequence[int]] = ()
+    PATH: ClassVar[Sequence[int] | None] = None
     """Ids of fields, from the outermost inwards, whose structs are found on the way; see `read_struct`."""
 
     def __init__(self, struct: Struct | None = None) -> None:
@@ -30,23 +30,27 @@ class Record:
 
     @classmethod
     def read(
-        cls, data: bytes | bytearray | memoryview, offset: int = 0, max_memory: int | None = None
+        cls,
+        data: bytes | bytearray | memoryview,
+        offset: int = 0,
+        max_memory: int | None = None,
+        path: Sequence[int] | None = None,
     ) -> tuple[Self, int]:
         """Read the structure at `offset`; returns it and the offset of the first byte after it.
 
         Raises:
             ParquetFormatError: There is no Thrift struct there, or it takes more memory than `max_memory`.
         """
-        return cls._read(data, offset, cls.PATH, max_memory)
+        return cls._read(data, offset, path or cls.PATH, max_memory)
 
     @classmethod
     def read_outline(cls, data: bytes | bytearray | memoryview) -> tuple[Self, int]:
         """Read the structure that `data` begins with; all that lies in its fields is only passed over."""
-        return cls._read(data, 0, (), None)
+        return cls._read(data, 0, None, None)
 
     @classmethod
     def _read(
-        cls, data: bytes | bytearray | memoryview, offset: int, path: Sequence[int], max_memory: int | None
+        cls, data: bytes | bytearray | memoryview, offset: int, path: Sequence[int] | None, max_memory: int | None
     ) -> tuple[Self, int]:
         try:
             struct, end = read_struct(data, offset, path, max_memory)
@@ -130,6 +134,42 @@ def nested(record: type[RecordT]) -> _Codec[RecordT]:
     return _Codec(
         (WireType.STRUCT,), lambda _, value: record(value), lambda value: (WireType.STRUCT, value.struct)
     )
+
+
+class Records(Sequence[RecordT]):
+    """The records of a list whose structs are read when they are asked for."""
+
+    __slots__ = ("_record", "_structs")
+
+    def __init__(self, record: type[RecordT], structs: Structs) -> None:
+        self._record = record
+        self._structs = structs
+
+    def __len__(self) -> int:
+        return len(self._structs)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._record(self._structs.read(position, self._record.PATH))
+
+    def __iter__(self) -> Iterator[RecordT]:
+        return map(self.__getitem__, range(len(self._structs)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def records_of(record: type[RecordT]) -> _Codec[Sequence[RecordT]]:
+    """Return how a long list of records lies in a field: if its structs were only located, so are its records."""
+    whole = list_of(nested(record))
+
+    def load(wire_type: WireType, value: ThriftList) -> Sequence[RecordT]:
+        if isinstance(value.elements, Structs):
+            return Records(record, value.elements)
+        return whole.load(wire_type, value)
+
+    return _Codec(whole.wire_types, load, lambda values: whole.store(list(values)))
 
 
 def list_of(codec: _Codec[T]) -> _Codec[list[T]]:

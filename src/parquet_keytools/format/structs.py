@@ -20,6 +20,7 @@ from parquet_keytools.format.records import (
     Required,
     list_of,
     nested,
+    records_of,
 )
 from parquet_keytools.format.thrift import ThriftList, WireType, write_value
 
@@ -117,6 +118,8 @@ _PATH_IN_SCHEMA = ColumnMetaData.path_in_schema.field_id
 class ColumnChunk(Record):
     """A column chunk: where it lies, and how it is encrypted."""
 
+    PATH = (3,)  # Its metadata.
+
     file_path = Optional(1, TEXT)
     file_offset = Optional(2, I64)
     meta_data = Optional(3, nested(ColumnMetaData))
@@ -131,7 +134,7 @@ class ColumnChunk(Record):
 class RowGroup(Record):
     """A row group; `total_byte_size` is without compression and without framing."""
 
-    columns = Required(1, list_of(nested(ColumnChunk)))
+    columns = Required(1, records_of(ColumnChunk))
     total_byte_size = Required(2, I64)
     num_rows = Required(3, I64)
     file_offset = Optional(5, I64)
@@ -154,7 +157,12 @@ class RowGroup(Record):
 class FileMetaData(Record):
     """The footer."""
 
-    PATH = (4, 1, 3)  # Row groups, their chunks, and the metadata of these.
+    PATH = (4, 1)  # Row groups, and where their chunks lie.
+    METADATA_PATH = (
+        4,
+        1,
+        3,
+    )  # And their metadata: faster if all is needed.
 
     version = Required(1, I32)
     schema = Required(2, list_of(nested(SchemaElement)))

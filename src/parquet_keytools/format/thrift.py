@@ -12,7 +12,7 @@ that occurs twice or has an id out of range is found later, when that struct is 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
@@ -77,7 +77,7 @@ class ThriftList:
     """A list or a set. Booleans in it are one byte each."""
 
     element_type: WireType
-    elements: list[Any]
+    elements: list[Any] | Structs
 
 
 @dataclass(slots=True)
@@ -93,7 +93,10 @@ class ThriftMap:
 
 
 def read_struct(
-    data: bytes | bytearray | memoryview, offset: int = 0, path: Sequence[int] = (), max_memory: int | None = None
+    data: bytes | bytearray | memoryview,
+    offset: int = 0,
+    path: Sequence[int] | None = None,
+    max_memory: int | None = None,
 ) -> tuple[Struct, int]:
     """Read the struct at `offset` of `data`; returns it and the offset of the first byte after it.
 
@@ -101,6 +104,7 @@ def read_struct(
         data: The bytes. If they are `bytes`, the struct holds on to them; else it copies its own.
         offset: Where the struct begins.
         path: Ids of fields, from the outermost inwards, whose structs are wanted: these are found on the way.
+            If the last field is a list, its structs are only located: see `Structs`.
         max_memory: About how many bytes of memory all that is read of the struct may take, now and later. None for
             no limit.
 
@@ -134,8 +138,12 @@ def pass_value(data: bytes | bytearray | memoryview, code: int, at: int, depth: 
                     at = _after_varint(data, at, 32 if code == 5 else 64)
                 else:
                     at += 1
-            elif code == 8 and data[at] < 0x80:
-                at += 1 + data[at]
+            elif code == 8:
+                length = data[at]
+                at += 1
+                if length > 0x7F:
+                    length, at = _varint(data, at - 1)
+                at += length
             elif code > 2 or code == 0:
                 at = pass_value(data, code, at, depth + 1)
         return at + 1
@@ -252,7 +260,7 @@ class _Document:
             if self.left < 0:
                 raise ParquetFormatError(f"a Thrift struct takes more than {self.most:,} bytes of memory")
 
-    def struct(self, at: int, depth: int, path: Sequence[int] = ()) -> tuple[Struct, int]:
+    def struct(self, at: int, depth: int, path: Sequence[int] | None = None) -> tuple[Struct, int]:
         """Return the struct at `at`, and where it ends; see `read_struct`."""
         if depth > MAX_DEPTH:
             raise ParquetFormatError(f"Thrift structs nest more than {MAX_DEPTH} deep")
@@ -279,9 +287,14 @@ class _Document:
                     at = _after_varint(data, at, 32 if code == 5 else 64)
                 else:
                     at += 1
-            elif code == 8 and data[at] < 0x80:
-                at += 1 + data[at]
+            elif code == 8:
+                length = data[at]
+                at += 1
+                if length > 0x7F:
+                    length, at = _varint(data, at - 1)
+                at += length
             elif field_id == wanted and (code == 9 or code == 12):
+                assert path is not None
                 value: Any
                 if code == 12:
                     self.charge(_STRUCT_BYTES)
@@ -312,7 +325,7 @@ class _Document:
         struct._values = values
         return struct, at + 1
 
-    def value(self, code: int, at: int, depth: int, path: Sequence[int] = ()) -> tuple[Any, int]:
+    def value(self, code: int, at: int, depth: int, path: Sequence[int] | None = None) -> tuple[Any, int]:
         """Return a value of a type, and where it ends; what it has of structs is charged."""
         data = self.data
         if code == 5 or code == 6:
@@ -333,6 +346,12 @@ class _Document:
             elements: list[Any] = []
             if code == 12:
                 self.charge(_STRUCT_BYTES * count)
+                if path is not None and not path:
+                    places = array("Q", (at,))
+                    for _ in range(count):
+                        at = pass_value(data, 12, at, depth + 1)
+                        places.append(at)
+                    return ThriftList(_STRUCT, Structs(self, places, depth + 1)), at
             for _ in range(count):
                 if code == 12:
                     value, at = self.struct(at, depth + 1, path)
@@ -365,6 +384,46 @@ def _wide_ids(ids: list[int]) -> array[int]:
 
 
 _NOTHING = _Document(b"\0")
+
+
+class Structs(Sequence["Struct"]):
+    """The structs of a list, each of which is read when it is asked for."""
+
+    __slots__ = ("_depth", "_document", "_places", "_read")
+
+    def __init__(self, document: _Document, places: array[int], depth: int) -> None:
+        """Take the place of each struct, and behind them the place where the last one ends."""
+        self._document = document
+        self._places = places
+        self._depth = depth
+        self._read: dict[int, Struct] = {}
+
+    def __len__(self) -> int:
+        return len(self._places) - 1
+
+    def __getitem__(self, position: Any) -> Any:
+        return self.read(position)
+
+    def read(self, position: int, path: Sequence[int] | None = None) -> Struct:
+        """Return the struct at a position; see `read_struct` for `path`."""
+        struct = self._read.get(position)
+        if struct is None:
+            position = range(len(self))[position]
+            struct, _ = self._document.struct(self._places[position], self._depth, path)
+            struct = self._read.setdefault(position, struct)
+        return struct
+
+    def written(self) -> Iterator[bytes]:
+        """Yield the bytes of each struct."""
+        data, places, read = self._document.data, self._places, self._read
+        for position in range(len(places) - 1):
+            struct = read.get(position)
+            yield bytes(data[places[position] : places[position + 1]]) if struct is None else struct.as_bytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Struct:
@@ -425,6 +484,12 @@ class Struct:
     def _type(self, field_id: int, types: Mapping[int, WireType]) -> WireType:
         entry = (self._values or {}).get(field_id)
         return types[field_id] if entry is None else entry[0]
+
+    def has(self, field_id: int) -> bool:
+        """Return whether it has a field."""
+        if self._values and field_id in self._values:
+            return self._values[field_id] is not None
+        return self._position(field_id) >= 0
 
     def has_types(self, wanted: Mapping[int, WireType]) -> bool:
         """Return whether it has fields with these types, by id."""
@@ -638,6 +703,8 @@ def write_value(wire_type: WireType, value: Any) -> bytes:
         header = (
             bytes((count << 4 | element_type,)) if count < 15 else bytes((0xF0 | element_type,)) + varint(count)
         )
+        if isinstance(value.elements, Structs):
+            return header + b"".join(value.elements.written())
         return header + b"".join([write_value(element_type, element) for element in value.elements])
     if wire_type is _MAP:
         pieces = [varint(len(value.pairs))]

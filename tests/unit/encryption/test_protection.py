@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parquet_keytools.encryption.protection import ColumnEncryption, columns_of
+from parquet_keytools.encryption.protection import ColumnEncryption, check_chunk, columns_of
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import LeafColumn
 from parquet_keytools.format.structs import (
@@ -116,6 +116,15 @@ def without_crypto_metadata() -> ColumnChunk:
 OTHER = LeafColumn(("other",), 1, 0, 1)
 
 
+def checked(leaves: tuple[LeafColumn, ...], chunks: list[list[ColumnChunk]]) -> Any:
+    """Return the columns of row groups, each chunk of which is checked."""
+    columns = columns_of(leaves, [RowGroup() for _ in chunks], chunks, is_encrypted=True)
+    for ordinal, these in enumerate(chunks):
+        for leaf, chunk, column in zip(leaves, these, columns, strict=True):
+            check_chunk(ordinal, leaf, chunk, column)
+    return columns
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -129,12 +138,11 @@ OTHER = LeafColumn(("other",), 1, 0, 1)
 )
 def test_a_column_is_encrypted_alike_in_every_row_group(before: ColumnChunk, after: ColumnChunk) -> None:
     """Else readers that look at one row group would take another one for plaintext, or ask for another key."""
-    row_groups = [RowGroup() for _ in range(3)]
     chunks = [[before, ColumnChunk()], [before, ColumnChunk()], [after, ColumnChunk()]]
 
-    assert len(columns_of((LEAF, OTHER), row_groups, [chunks[0]] * 3, is_encrypted=True)) == 2
+    assert len(checked((LEAF, OTHER), [chunks[0]] * 3)) == 2
     with pytest.raises(ParquetFormatError, match=r"row group 2: column 'list\.größe' is encrypted in another way"):
-        columns_of((LEAF, OTHER), row_groups, chunks, is_encrypted=True)
+        checked((LEAF, OTHER), chunks)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -142,7 +150,7 @@ def test_encrypted_metadata_says_with_which_key(count: int) -> None:
     """Who removes the crypto metadata of a column must not have it pass for a column in plaintext."""
     chunks = [[ColumnChunk()]] * count + [[without_crypto_metadata()]]
     with pytest.raises(ParquetFormatError, match="does not say with which key") as caught:
-        columns_of((LEAF,), [RowGroup() for _ in chunks], chunks, is_encrypted=True)
+        checked((LEAF,), chunks)
     assert caught.value.hint is not None and "restore the file" in caught.value.hint
 
 
