@@ -26,7 +26,7 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
-from parquet_keytools.rotation import in_place_encryption, rekeying
+from parquet_keytools.rotation import rekeying
 from parquet_keytools.rotation.data_set_run import InPlaceRequest, OnFile, RunOptions
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
 from parquet_keytools.rotation.report import FileRotation, RotationReport
@@ -1228,7 +1228,7 @@ class Keytools(Summarised):
             KeytoolsError: The file failed. For a folder, the report lists files that failed.
         """
         request = InPlaceRequest(table_name, keep_results, on_file, on_progress, follow_links)
-        return in_place_encryption.encrypt_data_set(self._keys, FileLocation.resolve(path, filesystem), request)
+        return rekeying.encrypt_data_set(self._keys, FileLocation.resolve(path, filesystem), request)
 
     def rekey_in_place(
         self,

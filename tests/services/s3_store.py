@@ -15,7 +15,7 @@ from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from moto.server import ThreadedMotoServer
 from pyarrow import fs as pafs
 
-from parquet_keytools.storage.s3_connection import client_of
+from parquet_keytools.rotation.s3_replacement import client_of
 
 BUCKET = "bucket"
 _KEYS = {"aws_access_key_id": "access", "aws_secret_access_key": "secret", "region_name": "us-east-1"}

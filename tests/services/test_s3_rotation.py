@@ -29,10 +29,9 @@ from parquet_keytools.rotation import s3_replacement, tail
 from parquet_keytools.rotation.data_set_run import ATTEMPTS
 from parquet_keytools.rotation.file_keys import Tail, file_state
 from parquet_keytools.rotation.report import FileRotation, Outcome
-from parquet_keytools.rotation.s3_replacement import LEAST_PART_BYTES, S3Object, read_object
+from parquet_keytools.rotation.s3_replacement import LEAST_PART_BYTES, S3Object, client_of, read_object
 from parquet_keytools.rotation.tail import why_unconditional
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.s3_connection import client_of
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
 every_footer = pytest.mark.parametrize("plaintext_footer", [True, False], ids=["plaintext_footer", "encrypted"])

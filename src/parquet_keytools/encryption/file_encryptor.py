@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parquet_keytools.encryption.aad import refuse_more_than_ordinals
-from parquet_keytools.encryption.chunk_rewrite import INDEX_FIELD_IDS, ChunkRewrite, PagesMemory
+from parquet_keytools.encryption.chunk_rewrite import (
+    INDEX_FIELD_IDS,
+    BytesPart,
+    ChunkRewrite,
+    PagesMemory,
+    Part,
+    write_parts,
+)
 from parquet_keytools.encryption.file_decryptor import Deks, open_chunks
 from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
 from parquet_keytools.encryption.file_rewriter import (
@@ -17,7 +24,6 @@ from parquet_keytools.encryption.file_rewriter import (
     warn_of_dropped_indexes,
 )
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope
-from parquet_keytools.encryption.output_parts import BytesPart, Part, write_parts
 from parquet_keytools.encryption.protection import FooterMode, naming_file
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import AlreadyEncryptedError, ParquetFormatError

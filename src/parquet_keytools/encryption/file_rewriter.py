@@ -7,8 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
 from parquet_keytools.encryption.aad import MAX_ORDINAL
-from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite, PagesMemory
-from parquet_keytools.encryption.output_parts import BytesPart, Part, write_parts
+from parquet_keytools.encryption.chunk_rewrite import BytesPart, ChunkRewrite, PagesMemory, Part, write_parts
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.file_layout import (

@@ -21,12 +21,12 @@ from parquet_keytools.errors import ChangedMeanwhileError, FileChangedError, Key
 from parquet_keytools.files.replacement import replacement
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, TRAILER_LENGTH, with_trailer
-from parquet_keytools.format.records import Record
 from parquet_keytools.format.structs import (
     ColumnCryptoMetaData,
     EncryptionWithColumnKey,
     FileCryptoMetaData,
     FileMetaData,
+    Record,
     RowGroup,
 )
 from parquet_keytools.format.thrift import Entry
@@ -280,7 +280,7 @@ def why_unconditional(location: FileLocation) -> str | None:
         return ""
     if importlib.util.find_spec("boto3") is None:
         return "with the extra `aws` the store would copy the data"
-    from parquet_keytools.storage.s3_connection import can_reach
+    from parquet_keytools.rotation.s3_replacement import can_reach
 
     if can_reach(location.filesystem):
         return None

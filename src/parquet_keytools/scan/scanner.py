@@ -35,8 +35,16 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, open_files
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, names_in_folders, seen_key
-from parquet_keytools.format.records import BINARY, I32, I64, Optional, Record, nested
-from parquet_keytools.format.structs import ColumnMetaData, SchemaElement
+from parquet_keytools.format.structs import (
+    BINARY,
+    I32,
+    I64,
+    ColumnMetaData,
+    Optional,
+    Record,
+    SchemaElement,
+    nested,
+)
 from parquet_keytools.runtime.presentation import install_hint
 from parquet_keytools.runtime.working_threads import end
 from parquet_keytools.scan.names import Kind, kinds_by_name

@@ -26,7 +26,6 @@ from parquet_keytools.config.key_policy import ColumnPath
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError, FileChangedError
 from parquet_keytools.files.denied_columns import NEEDS_KEY
-from parquet_keytools.files.files_ahead import FilesAhead
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import (
     FileIdentities,
@@ -41,7 +40,7 @@ from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOutReason, ParquetFile, Unseen, data_set, raise_for_unseen
-from parquet_keytools.tables.file_systems import FOOTER_READ_BYTES, ViewHandler
+from parquet_keytools.tables.file_systems import FOOTER_READ_BYTES, FilesAhead, ViewHandler
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput
 

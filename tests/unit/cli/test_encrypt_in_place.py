@@ -13,7 +13,7 @@ import pytest
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import OutputError
-from parquet_keytools.rotation import in_place_encryption
+from parquet_keytools.rotation import rekeying
 from parquet_keytools.storage.local_files import temporary_name
 
 REMAINS = "its blocks remain on the disk until the file system reuses them"
@@ -103,13 +103,13 @@ def test_a_file_that_changes_meanwhile_is_not_replaced(
     config: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = pa.table({"id": [7], "name": ["new"]})
-    encrypt = in_place_encryption.file_encryptor.encrypt_opened
+    encrypt = rekeying.file_encryptor.encrypt_opened
 
     def change(*arguments, **options):
         encrypt(*arguments, **options)
         pq.write_table(other, plain)
 
-    monkeypatch.setattr(in_place_encryption.file_encryptor, "encrypt_opened", change)
+    monkeypatch.setattr(rekeying.file_encryptor, "encrypt_opened", change)
     with Keytools.from_yaml(config) as keytools, pytest.raises(OutputError, match="constantly being changed"):
         keytools.encrypt_in_place(plain)
     assert pq.read_table(plain).equals(other)
@@ -127,8 +127,8 @@ def test_a_killed_run_is_repeated(run, config: Path, folder: Path, table: pa.Tab
     program = f"""
         import os, signal
         from parquet_keytools import Keytools
-        from parquet_keytools.rotation import in_place_encryption
-        check, files = in_place_encryption.check_rekeyed, []
+        from parquet_keytools.rotation import rekeying
+        check, files = rekeying.check_rekeyed, []
 
         def kill(*arguments, **options):
             check(*arguments, **options)
@@ -136,7 +136,7 @@ def test_a_killed_run_is_repeated(run, config: Path, folder: Path, table: pa.Tab
             if len(files) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        in_place_encryption.check_rekeyed = kill
+        rekeying.check_rekeyed = kill
         Keytools.from_yaml({str(config)!r}).encrypt_in_place({str(folder)!r})
     """
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False)

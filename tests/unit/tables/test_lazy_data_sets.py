@@ -34,9 +34,10 @@ from parquet_keytools.errors import (
     FileChangedError,
     TableMismatchError,
 )
-from parquet_keytools.files import files_ahead, opened_file
+from parquet_keytools.files import opened_file
 from parquet_keytools.keys.kek import Kek
 from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.tables import file_systems
 
 MASTER_KEYS = {name: name.encode() * 4 for name in ("foot", "cola", "colb")}
 TABLE = pa.table({"a": range(10), "b": range(10)})
@@ -207,7 +208,7 @@ def test_a_file_stays_what_it_was_when_it_was_read_first(
     tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arrow keeps where things lie in a file; nothing else of it is kept here, for long."""
-    monkeypatch.setattr(files_ahead, "_KEPT", 1)
+    monkeypatch.setattr(file_systems, "_KEPT", 1)
     tools = keytools()
     write(tmp_path, tools, 4)
     dataset = tools.dataset(tmp_path)
