@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from parquet_keytools import Keytools, parse_configuration
-from parquet_keytools.encryption import chunk_rewrite
+from parquet_keytools.encryption import file_rewriter
 from parquet_keytools.errors import (
     AadPrefixError,
     ColumnAccessDeniedError,
@@ -140,7 +140,7 @@ def test_a_store_that_keeps_buffers_gets_bytes_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Keytools, str, Path, Uploads], None]
 ) -> None:
     """The buffer of one piece is filled again with the next one, and that is what an upload in parts sent."""
-    monkeypatch.setattr(chunk_rewrite, "SEGMENT_LENGTH", 200)
+    monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", 200)
     tools, uploads, plain = keytools(), Uploads(), tmp_path / "plain.parquet"
     pq.write_table(TABLE, plain, row_group_size=1)
     write(tools, "/written.parquet", plain, uploads)

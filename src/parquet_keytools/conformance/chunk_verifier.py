@@ -26,13 +26,17 @@ from parquet_keytools.encryption.module_cipher import (
     ChunkCipher,
     ModuleCipher,
 )
-from parquet_keytools.encryption.page_index import (
+from parquet_keytools.encryption.page_walk import (
     DataPages,
+    HeaderWindow,
     IndexRule,
+    Page,
+    PageDefect,
+    PageFlaw,
     checked_column_index,
     checked_offset_index,
+    walk_pages,
 )
-from parquet_keytools.encryption.page_walk import HeaderWindow, Page, PageDefect, PageFlaw, walk_pages
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite
-from parquet_keytools.encryption.file_rewriter import RowGroupRewrite, new_row_group, rewrite_file
+from parquet_keytools.encryption.file_rewriter import ChunkRewrite, RowGroupRewrite, new_row_group, rewrite_file
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.protection import ColumnEncryption, KeyRetriever

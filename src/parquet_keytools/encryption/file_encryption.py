@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from parquet_keytools.encryption.aad import FOOTER_PLACE, ModuleType, random_file_unique
-from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite
+from parquet_keytools.encryption.file_rewriter import ChunkRewrite
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS, ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption

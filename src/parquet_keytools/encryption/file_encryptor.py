@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parquet_keytools.encryption.aad import refuse_more_than_ordinals
-from parquet_keytools.encryption.chunk_rewrite import (
+from parquet_keytools.encryption.file_decryptor import Deks, open_chunks
+from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
+from parquet_keytools.encryption.file_rewriter import (
     INDEX_FIELD_IDS,
     BytesPart,
     ChunkRewrite,
     PagesMemory,
     Part,
-    write_parts,
-)
-from parquet_keytools.encryption.file_decryptor import Deks, open_chunks
-from parquet_keytools.encryption.file_encryption import FileEncryption, OutputKeys
-from parquet_keytools.encryption.file_rewriter import (
     RowGroupRewrite,
     chunk_of,
     in_order,
     new_row_group,
     rewrite_file,
     warn_of_dropped_indexes,
+    write_parts,
 )
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope
 from parquet_keytools.encryption.protection import FooterMode, naming_file

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted, rekey_source
 
-from parquet_keytools.encryption import chunk_rewrite
+from parquet_keytools.encryption import file_rewriter
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
@@ -99,7 +99,7 @@ def test_rekeyed_pages_come_back(
     checksums: bool,
 ) -> None:
     """Decrypted and encrypted in one go, a page at a time, several, or those of all chunks."""
-    monkeypatch.setattr(chunk_rewrite, "SEGMENT_LENGTH", piece_length)
+    monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", piece_length)
     data, keys = written(write_page_checksum=checksums, write_page_index=True), NamedKeys()
     copied = {("b",): ColumnEncryption.PLAINTEXT}
     stored = encrypted(data, FileEncryption(keys.new(b"old"), b"old", copied, algorithm=algorithm))
@@ -114,7 +114,7 @@ def test_rekeyed_pages_come_back(
 def test_each_module_has_its_own_nonce(
     monkeypatch: pytest.MonkeyPatch, piece_length: int, algorithm: Algorithm
 ) -> None:
-    monkeypatch.setattr(chunk_rewrite, "SEGMENT_LENGTH", piece_length)
+    monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", piece_length)
     keys = NamedKeys()
     stored = encrypted(written(), FileEncryption(keys.new(b"kf"), b"kf", algorithm=algorithm))
     again = rekeyed(stored, keys, FileEncryption(keys.new(b"new"), b"new", algorithm=algorithm))
@@ -127,7 +127,7 @@ def test_each_module_has_its_own_nonce(
 def test_the_page_that_does_not_authenticate_is_named(
     monkeypatch: pytest.MonkeyPatch, piece_length: int, is_rekeyed: bool
 ) -> None:
-    monkeypatch.setattr(chunk_rewrite, "SEGMENT_LENGTH", piece_length)
+    monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", piece_length)
     keys = NamedKeys()
     stored = encrypted(written(), FileEncryption(keys.new(b"kf"), b"kf"))
     for chunk, module_type, page_ordinal, _, end in pages(stored):
@@ -170,7 +170,7 @@ def test_the_page_that_is_damaged_is_named_by_its_place(
     monkeypatch: pytest.MonkeyPatch, piece_length: int
 ) -> None:
     """Also where it is not among the first of a long chunk."""
-    monkeypatch.setattr(chunk_rewrite, "SEGMENT_LENGTH", piece_length)
+    monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", piece_length)
     data = written(write_page_checksum=True, compression="none")
     offset = 4
     while offset < len(body(data)):

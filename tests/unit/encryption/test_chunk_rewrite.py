@@ -13,9 +13,8 @@ import pytest
 from memory_files import MemorySource, NamedKeys, decrypted, encrypted
 
 from parquet_keytools.encryption.aad import ModuleType
-from parquet_keytools.encryption.chunk_rewrite import ChunkRewrite, PagesMemory
 from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_rewriter import in_order
+from parquet_keytools.encryption.file_rewriter import ChunkRewrite, PagesMemory, in_order
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.protection import ColumnEncryption

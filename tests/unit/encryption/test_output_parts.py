@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySink, NamedKeys, decrypted, encrypted
 
-from parquet_keytools.encryption import chunk_rewrite
-from parquet_keytools.encryption.chunk_rewrite import BytesPart, write_parts
+from parquet_keytools.encryption import file_rewriter
 from parquet_keytools.encryption.file_encryption import FileEncryption
+from parquet_keytools.encryption.file_rewriter import BytesPart, write_parts
 from parquet_keytools.encryption.protection import ColumnEncryption
 
 
@@ -30,7 +30,7 @@ class ClosedSink(MemorySink):
 
 def test_no_thread_goes_on_when_one_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would write on when the caller has closed the file, and another one may have its number."""
-    monkeypatch.setattr(chunk_rewrite, "SEGMENT_LENGTH", 1)
+    monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", 1)
     sink, start, started = ClosedSink(), threading.Thread.start, list[threading.Thread]()
 
     def start_and_interrupt(thread: threading.Thread) -> None:
@@ -51,7 +51,7 @@ def test_no_thread_goes_on_when_one_was_interrupted(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("length", [1, 300, 3_000])
 def test_chunks_are_written_in_pieces_of_whole_pages(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     """One page at a time, or several; encrypted, decrypted, and copied as they are."""
-    monkeypatch.setattr(chunk_rewrite, "SEGMENT_LENGTH", length)
+    monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", length)
     stream = io.BytesIO()
     table = pa.table({"a": [f"text {i}" for i in range(5_000)], "b": list(range(5_000))})
     pq.write_table(table, stream, data_page_size=500, write_batch_size=50, row_group_size=2_500)
