@@ -13,7 +13,6 @@ Reading takes three steps, so that the caller can ask its KMS for many keys at o
 from __future__ import annotations
 
 import contextlib
-import functools
 import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +49,6 @@ from parquet_keytools.format.structs import (
     ColumnMetaData,
     FileMetaData,
     RowGroup,
-    path_bytes,
 )
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -222,11 +220,6 @@ class Footer:
     held_metadata: dict[tuple[int, int], ColumnMetaData] = field(default_factory=dict, repr=False)
     """What `chunk_metadata` returned, by the ordinals of row group and column, kept to be used again."""
 
-    @functools.cached_property
-    def _paths(self) -> list[bytes]:
-        """The paths of all columns, as metadata has them."""
-        return [path_bytes(column.path) for column in self.columns]
-
     @property
     def protected_columns(self) -> frozenset[tuple[str, ...]]:
         """Leaf paths of the columns that are encrypted."""
@@ -361,7 +354,7 @@ class Footer:
             metadata, _ = ColumnMetaData.read(cipher.decrypt(module, place))
         if metadata is None:
             wrong = "the column metadata is missing (spec 5.3)."
-        elif metadata.has_path(column.path, self._paths[column.ordinal]):
+        elif metadata.has_path(column.path):
             return metadata
         else:
             wrong = f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}."

@@ -153,14 +153,14 @@ def _column_of(leaf: LeafColumn, chunk: ColumnChunk) -> FooterColumn:
                 hint="The field crypto_metadata was removed or altered; restore the file.",
             )
         return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None)
-    with_footer_key, with_column_key = crypto.encryption_with_footer_key, crypto.encryption_with_column_key
-    if len(crypto.struct.types()) == 1:
-        if with_footer_key is not None:
-            return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.FOOTER_KEY, None)
+    if len(crypto.struct.ids()) == 1:
+        with_column_key = crypto.encryption_with_column_key
         if with_column_key is not None:
             if tuple(with_column_key.path_in_schema) != leaf.path:
                 raise ParquetFormatError(f"column {leaf.dotted_path!r} has the crypto metadata of another one.")
             return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.COLUMN_KEY, with_column_key.key_metadata)
+        if crypto.encryption_with_footer_key is not None:
+            return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.FOOTER_KEY, None)
     raise ParquetFormatError(f"column {leaf.dotted_path!r}: its crypto metadata is not valid (spec 5.2).")
 
 

@@ -331,6 +331,7 @@ class SchemaElement(Record):
     num_children = Optional(5, I32)
 
 
+@functools.lru_cache(maxsize=4096)
 def path_bytes(path: tuple[str, ...]) -> bytes:
     """Return the bytes that metadata has for the path of a column, as all writers write it."""
     names = [name.encode("utf-8", "surrogateescape") for name in path]
@@ -352,10 +353,10 @@ class ColumnMetaData(Record):
     bloom_filter_offset = Optional(14, I64)
     bloom_filter_length = Optional(15, I32)
 
-    def has_path(self, path: tuple[str, ...], written: bytes) -> bool:
-        """Return whether it is the metadata of a column with this path, whose `path_bytes` are given."""
+    def has_path(self, path: tuple[str, ...]) -> bool:
+        """Return whether it is the metadata of a column with this path."""
         own = self.struct.entry_bytes(_PATH_IN_SCHEMA)
-        return own == (WireType.LIST, written) or tuple(self.path_in_schema) == path
+        return own == (WireType.LIST, path_bytes(path)) or tuple(self.path_in_schema) == path
 
 
 _PATH_IN_SCHEMA = ColumnMetaData.path_in_schema.field_id
