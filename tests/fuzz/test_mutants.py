@@ -33,7 +33,7 @@ from parquet_keytools.conformance.inspection import inspect_source
 from parquet_keytools.conformance.report import FileReport, Outcome, Verdict
 from parquet_keytools.conformance.verification import finder_of
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError
-from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_struct, write_struct
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_struct
 from parquet_keytools.storage.locations import FileLocation
 
 MUTANTS = how_many(600, 100_000)
@@ -240,7 +240,7 @@ class HostileWriter:
                 pass
             else:
                 self.change(struct_of)
-                return write_struct(struct_of) + data[end:]
+                return struct_of.as_bytes() + data[end:]
         at = generator.randrange(len(data) + 1)
         return generator.choice((data[:at], data[:at] + b"\0" + data[at + 1 :], data + bytes(at), b""))
 

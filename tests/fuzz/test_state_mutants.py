@@ -28,7 +28,7 @@ from parquet_keytools.errors import KeytoolsError, MasterKeyDisabledError, Wrapp
 from parquet_keytools.files import opened_file
 from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
-from parquet_keytools.format.thrift import Struct, ThriftList, WireType, write_struct
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
@@ -238,7 +238,7 @@ def mutant_footer(data: bytes, path: Path, generator: random.Random) -> bytes:
             holder.set_entry(field_id, None)
         else:
             holder.set_entry(generator.choice((field_id, 8, 9)), (WireType.BINARY, b"kf"))
-    return data[: tail.offset] + with_trailer(write_struct(record.struct) + footer[end:], data[-4:])
+    return data[: tail.offset] + with_trailer(record.struct.as_bytes() + footer[end:], data[-4:])
 
 
 def mutate(found: Base, folder: Path, generator: random.Random) -> dict[str, bytes]:

@@ -23,7 +23,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.format.file_layout import UNAUTHENTICATED_BASE, UNAUTHENTICATED_FACTOR, with_trailer
 from parquet_keytools.format.structs import ColumnChunk, FileMetaData, SchemaElement
-from parquet_keytools.format.thrift import Struct, ThriftList, WireType, write_struct
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 from parquet_keytools.storage.sources import BufferSource
 
 _COUNT = 70_000
@@ -54,7 +54,7 @@ def _columns(count: int) -> tuple[bytes, bytes]:
     for number in range(count):
         name = f"column_{number}".encode()
         leaf = Struct({1: (WireType.I32, 2), 3: (WireType.I32, 1), 4: (WireType.BINARY, name)})
-        schema += write_struct(leaf)
+        schema += leaf.as_bytes()
         chunk = ColumnChunk()
         chunk.file_offset = 4 + number
         sizes = dict.fromkeys((5, 6, 7, 9), (WireType.I64, 10**9 + number))
@@ -85,7 +85,7 @@ def _forged(data: bytes, form: str, place: int, signature: bytes, *, signed: boo
         code, value = _FORMS[form]
         hostile = _field(place, code, value)
     footer = hostile + b"".join(
-        _field(i, code, write_struct(Struct({1: (code, value)}))[1:-1]) for i, (code, value) in kept.items()
+        _field(i, code, Struct({1: (code, value)}).as_bytes()[1:-1]) for i, (code, value) in kept.items()
     )
     footer += b"\0" + signature
     return data[: -8 - length] + footer + len(footer).to_bytes(4, "little") + data[-4:]
@@ -264,7 +264,7 @@ def _planted_groups(chunk: bytes, length: int) -> bytes:
     group = Struct({1: columns, 2: (WireType.I64, 0), 3: (WireType.I64, 0)}).as_bytes()
     groups = ThriftList(WireType.STRUCT, [group] * (length // len(group)))
     fields = {1: (WireType.I32, 1), 2: (WireType.LIST, schema), 3: (WireType.I64, 0), 4: (WireType.LIST, groups)}
-    return write_struct(Struct(fields))
+    return Struct(fields).as_bytes()
 
 
 _CHUNKS = {

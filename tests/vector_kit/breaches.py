@@ -18,7 +18,7 @@ from parquet_keytools.format.structs import (
     KeyValue,
     PageHeader,
 )
-from parquet_keytools.format.thrift import Struct, WireType, read_struct, write_struct
+from parquet_keytools.format.thrift import Struct, WireType, read_struct
 from vector_kit.good_files import external_recipe, kms_recipe
 from vector_kit.plain_file import PlainPage, plain_bytes, summary_bytes, take_apart
 from vector_kit.sealed_file import (
@@ -180,7 +180,7 @@ def _flip_crc(header: PageHeader) -> None:
 def _shorter_column_index(module: Module) -> None:
     index, _ = read_struct(module.plaintext)
     index.fields[1][1].elements.pop()
-    module.plaintext = write_struct(index)
+    module.plaintext = index.as_bytes()
 
 
 def _smaller_bitset(module: Module) -> None:

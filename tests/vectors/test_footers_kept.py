@@ -17,7 +17,7 @@ from parquet_keytools.encryption.footer import Footer, read_footer
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, RowGroup
-from parquet_keytools.format.thrift import Struct, WireType, read_struct, write_struct
+from parquet_keytools.format.thrift import Struct, WireType, read_struct
 
 _FOOTER_FIELDS = {FileMetaData.row_groups.field_id}
 _ROW_GROUP_FIELDS = {
@@ -42,7 +42,7 @@ _METADATA_FIELDS = {
 
 def _kept(struct: Struct, changing: set[int]) -> bytes:
     """Return the bytes of a struct without the fields that may change."""
-    return write_struct(Struct({key: entry for key, entry in struct.fields.items() if key not in changing}))
+    return Struct({key: entry for key, entry in struct.fields.items() if key not in changing}).as_bytes()
 
 
 def _structs(struct: Struct, field_id: int) -> list[Struct]:
@@ -117,5 +117,5 @@ def test_all_is_kept_where_nothing_moves(parquet_test_data: Path) -> None:
         data = path.read_bytes()
         length = int.from_bytes(data[-8:-4], "little")
         struct, _ = read_struct(data[-8 - length : -8])
-        assert write_struct(struct) == data[-8 - length : -8], path.name
+        assert struct.as_bytes() == data[-8 - length : -8], path.name
         assert struct.fields[FileMetaData.row_groups.field_id][0] is WireType.LIST

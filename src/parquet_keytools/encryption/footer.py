@@ -215,10 +215,10 @@ class Footer:
     file_aad: bytes
     cipher: ModuleCipher | None = field(repr=False)
     """Under the footer's DEK; None in a file that is not encrypted, and in an unverified footer."""
-    _crypto_metadata: dict[int, object] = field(default_factory=dict, init=False, repr=False)
-    """By column ordinal, of the first row group."""
-    held_metadata: dict[tuple[int, int], ColumnMetaData] = field(default_factory=dict, repr=False)
-    """What `chunk_metadata` returned, by the ordinals of row group and column, kept to be used again."""
+    crypto_metadata: dict[int, object] = field(default_factory=dict, repr=False)
+    """By column ordinal, of the first row group; as far as chunks were compared with it."""
+    checked_metadata: dict[tuple[int, int], ColumnMetaData] = field(default_factory=dict, repr=False)
+    """What `check_column` read, by the ordinals of row group and column, until it is used."""
 
     @property
     def protected_columns(self) -> frozenset[tuple[str, ...]]:
@@ -297,19 +297,17 @@ class Footer:
                 result[place] = self.chunk_metadata(row_group_ordinal, column, cipher)
         return result
 
-    def check_column(self, column: FooterColumn, dek: SecretBytes | None, *, holds_metadata: bool = False) -> None:
+    def check_column(self, column: FooterColumn, dek: SecretBytes | None) -> None:
         """Check that the metadata of all chunks of a column is authentic and its own; see `chunk_metadata`.
 
         Args:
             column: One of `columns`.
             dek: Its own DEK; only looked at where it has a column key.
-            holds_metadata: Whether the metadata is kept in `held_metadata`.
         """
         cipher = self.cipher_of(column, dek)
         for row_group_ordinal in range(len(self.row_groups)):
             metadata = self.chunk_metadata(row_group_ordinal, column, cipher)
-            if holds_metadata:
-                self.held_metadata[row_group_ordinal, column.ordinal] = metadata
+            self.checked_metadata[row_group_ordinal, column.ordinal] = metadata
 
     def check_chunk(self, row_group_ordinal: int, column: FooterColumn) -> ColumnChunk:
         """Return a chunk of a column that is encrypted as in the first row group.
@@ -320,9 +318,9 @@ class Footer:
         ordinal = column.ordinal
         chunk = self.chunks[row_group_ordinal][ordinal]
         if row_group_ordinal:
-            first = self._crypto_metadata.get(ordinal)
+            first = self.crypto_metadata.get(ordinal)
             if first is None:
-                first = self._crypto_metadata[ordinal] = _crypto_metadata(self.chunks[0][ordinal])
+                first = self.crypto_metadata[ordinal] = _crypto_metadata(self.chunks[0][ordinal])
             # Byte for byte the same in every row group, as a rule.
             if first != _crypto_metadata(chunk):
                 with naming_file(self.path):
@@ -338,8 +336,9 @@ class Footer:
             DecryptionError: It does not authenticate.
             ParquetFormatError: It is missing, or not what the format says, or that of another column.
         """
-        if self.held_metadata and (row_group_ordinal, column.ordinal) in self.held_metadata:
-            return self.held_metadata[row_group_ordinal, column.ordinal]
+        checked = self.checked_metadata.pop((row_group_ordinal, column.ordinal), None)
+        if checked is not None:
+            return checked
         chunk = self.check_chunk(row_group_ordinal, column)
         module = chunk.encrypted_column_metadata
         metadata: ColumnMetaData | None

@@ -136,7 +136,7 @@ def decrypt_file(
     is_same = partial(_same, source, target, opens_source, plaintext_contents)
     if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite):
         return _skipped(source, target)
-    (opened,) = keys.open_files([source], table_name, aad_prefix, identities=identities, holds_metadata=True)
+    (opened,) = keys.open_files([source], table_name, aad_prefix, identities=identities)
     opened.refuse_denied(None)
     with open_source(source) as opened_source, plaintext_output(target, mode, overwrite=overwrite) as pending:
         data = as_verified(opened, opened_source)
@@ -179,7 +179,7 @@ def rekey_file(
     is_same = partial(_same, source, target, opens_source, opens_target)
     if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite):
         return _skipped(source, target)
-    (opened,) = keys.open_files([source], table_name, aad_prefix, holds_metadata=True)
+    (opened,) = keys.open_files([source], table_name, aad_prefix)
     opened.refuse_unencrypted()
     opened.refuse_denied(None)
     with open_source(source) as opened_source:

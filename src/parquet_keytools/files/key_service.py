@@ -386,7 +386,6 @@ class KeyService:
         wanted: WantedColumns = tuple,
         kms_keys: KmsKeys | None = None,
         identities: FileIdentities | None = None,
-        holds_metadata: bool = False,
         reads_folder_names: bool = True,
     ) -> list[OpenedFile]:
         """Open files for reading, if they match their table; see `opened_file.open_files`.
@@ -399,7 +398,6 @@ class KeyService:
             wanted: Selects the columns to read.
             kms_keys: The keys of a longer operation.
             identities: Compares the files with others of their folder; None compares with all opened files.
-            holds_metadata: Whether metadata of chunks is kept, for files that are rewritten at once.
             reads_folder_names: Whether a reader may use the names of folders as values of columns.
 
         Raises:
@@ -424,7 +422,6 @@ class KeyService:
                 allow_plaintext=self.configuration.reading.plaintext_files == "allow",
                 allow_ctr=self.configuration.reading.ctr_files == "allow",
                 wanted=wanted,
-                holds_metadata=holds_metadata,
             )
             files = with_digests(self.configuration, self.kms_keys, table_name, opened)
             for file in files if reads_folder_names else ():

@@ -272,7 +272,6 @@ def open_files(
     allow_plaintext: bool = False,
     allow_ctr: bool = True,
     wanted: WantedColumns = tuple,
-    holds_metadata: bool = False,
 ) -> list[OpenedFile]:
     """Open files: read and authenticate their footers, and fetch the keys of the wanted columns.
 
@@ -288,7 +287,6 @@ def open_files(
         allow_plaintext: Whether files may be unencrypted.
         allow_ctr: Whether files may have page data that is not authenticated.
         wanted: Selects the columns to read. No key is fetched for other columns, and they cannot be read.
-        holds_metadata: Whether decrypted metadata of all chunks is kept for immediate use.
 
     Raises:
         NotEncryptedError: A file is not encrypted.
@@ -343,7 +341,6 @@ def open_files(
                 OpenedFile(opening.location, footer, opening.tail, opening.retriever, kms_keys, {}, {}),
                 opening.columns,
                 table_check,
-                holds_metadata=holds_metadata,
             )
             for opening, footer in zip(openings, footers, strict=True)
         ]
@@ -436,7 +433,7 @@ def _with_own_key(columns: Iterable[FooterColumn]) -> list[FooterColumn]:
 
 
 def _open_columns(
-    opened: OpenedFile, wanted: Sequence[FooterColumn], table_check: TableCheck | None, *, holds_metadata: bool
+    opened: OpenedFile, wanted: Sequence[FooterColumn], table_check: TableCheck | None
 ) -> OpenedFile:
     footer = opened.footer
     not_wanted: frozenset[tuple[str, ...]] = frozenset()
@@ -464,7 +461,7 @@ def _open_columns(
         if column.path in opened.denied:
             continue
         try:
-            footer.check_column(column, opened.deks.get(column.path), holds_metadata=holds_metadata)
+            footer.check_column(column, opened.deks.get(column.path))
         except KeytoolsError as error:
             name_place(error, opened.location, footer.columns)
             opened.denied[column.path] = error

@@ -673,11 +673,6 @@ def _in_order(ids: list[int], new: list[int]) -> list[int]:
 # --- Writing -----------------------------------------------------------------------------------------------
 
 
-def write_struct(struct: Struct) -> bytes:
-    """Return the bytes of a struct in compact protocol."""
-    return struct.as_bytes()
-
-
 def write_value(wire_type: WireType, value: Any) -> bytes:
     """Return the bytes of a value; a boolean field has none.
 

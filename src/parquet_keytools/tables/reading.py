@@ -421,7 +421,6 @@ class _DataSetFiles:
                 wanted=self._wanted,
                 kms_keys=kms_keys,
                 identities=self._identities,
-                holds_metadata=True,
                 reads_folder_names=self._reads_folder_names,
             )
         self._known.update(kms_keys.keys)

@@ -52,7 +52,7 @@ from parquet_keytools.format.structs import (
     RowGroup,
     SchemaElement,
 )
-from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_struct, write_struct
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_struct
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource
 
@@ -314,7 +314,7 @@ def _without(wanted: Place, *path: int) -> Callable[[Module], None]:
             for field_id in path[:-1]:
                 holder = holder.fields[field_id][1]
             holder.set_entry(path[-1], None)
-            module.plaintext = write_struct(root)
+            module.plaintext = root.as_bytes()
 
     return module
 

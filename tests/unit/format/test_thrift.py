@@ -9,7 +9,7 @@ import pytest
 
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.structs import FileCryptoMetaData
-from parquet_keytools.format.thrift import Changes, Struct, ThriftList, WireType, read_struct, write_struct
+from parquet_keytools.format.thrift import Changes, Struct, ThriftList, WireType, read_struct
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_is_read_is_written_back(text: str) -> None:
     data = bytes.fromhex(text)
     struct, end = read_struct(data)
     assert end == len(data)
-    assert write_struct(struct) == data
+    assert struct.as_bytes() == data
     assert read_struct(memoryview(data)) == (struct, end)
 
 
@@ -68,13 +68,13 @@ def test_what_is_not_a_struct_is_refused(text: str, reason: str) -> None:
 
 def test_a_number_that_does_not_fit_is_not_written() -> None:
     with pytest.raises(ParquetFormatError, match="does not fit into 32 bits"):
-        write_struct(Struct({1: (WireType.I32, 1 << 31)}))
+        Struct({1: (WireType.I32, 1 << 31)}).as_bytes()
 
 
 def test_lists_of_all_lengths_keep_their_elements() -> None:
     for count in (0, 1, 14, 15, 16, 1_000):
         struct = Struct({1: (WireType.LIST, ThriftList(WireType.I64, list(range(count))))})
-        assert read_struct(write_struct(struct))[0] == struct
+        assert read_struct(struct.as_bytes())[0] == struct
 
 
 _MANY = 300_000
@@ -149,18 +149,18 @@ _CHANGES: tuple[Changes, ...] = (
 @pytest.mark.parametrize("changes", _CHANGES)
 @pytest.mark.parametrize("prefix", [b"", b"\0\0\0"])
 def test_a_changed_struct_is_written_like_one_made_of_its_fields(prefix: bytes, changes: Changes) -> None:
-    written = write_struct(Struct(_FIELDS))
+    written = Struct(_FIELDS).as_bytes()
     struct, end = read_struct(prefix + written + b"tail", len(prefix))
     expected = {field_id: entry for field_id, entry in (_FIELDS | changes).items() if entry is not None}
     assert end == len(prefix + written)
     for _ in range(2):
-        assert struct.changed_bytes(changes) == write_struct(Struct(expected))
+        assert struct.changed_bytes(changes) == Struct(expected).as_bytes()
         assert struct.as_bytes() == written
         assert struct.fields == _FIELDS  # From now on its lists and structs are built.
     changed = struct.copy()
     for field_id, entry in changes.items():
         changed.set_entry(field_id, entry)
-    assert changed.as_bytes() == changed.changed_bytes({}) == write_struct(Struct(expected))
+    assert changed.as_bytes() == changed.changed_bytes({}) == Struct(expected).as_bytes()
     assert changed.fields == expected
     assert changed == Struct(expected)
     assert changed.types() == Struct(expected).types() == {key: entry[0] for key, entry in expected.items()}
@@ -172,7 +172,7 @@ def test_a_changed_struct_is_written_like_one_made_of_its_fields(prefix: bytes, 
 
 
 def test_what_is_changed_in_a_value_is_changed_in_the_struct() -> None:
-    struct, _ = read_struct(write_struct(Struct(_FIELDS)))
+    struct, _ = read_struct(Struct(_FIELDS).as_bytes())
     inner, numbers = struct.entry(3), struct.entry(2)
     assert inner is not None
     assert numbers is not None
@@ -198,8 +198,8 @@ def test_what_is_not_changed_is_written_as_it_was(text: str) -> None:
 
 
 def test_a_struct_may_be_written_as_its_bytes() -> None:
-    written = write_struct(_INNER)
-    struct, _ = read_struct(write_struct(Struct(_FIELDS)))
+    written = _INNER.as_bytes()
+    struct, _ = read_struct(Struct(_FIELDS).as_bytes())
 
     def changed(*inner: Struct | bytes) -> bytes:
         listed = (WireType.LIST, ThriftList(WireType.STRUCT, list(inner)))
@@ -210,7 +210,7 @@ def test_a_struct_may_be_written_as_its_bytes() -> None:
 
 @pytest.mark.parametrize("field_id", [1, 3, 40, 300, 5])
 def test_a_struct_is_cut_where_a_field_begins_and_ends(field_id: int) -> None:
-    struct, _ = read_struct(b"\0" + write_struct(Struct(_FIELDS)) + b"\0", 1)
+    struct, _ = read_struct(b"\0" + Struct(_FIELDS).as_bytes() + b"\0", 1)
     for each in (struct, Struct(_FIELDS)):
         before, value, after = each.cut(field_id)
         assert before + (value or b"") + after == each.as_bytes()
@@ -218,7 +218,7 @@ def test_a_struct_is_cut_where_a_field_begins_and_ends(field_id: int) -> None:
 
 
 def test_memory_that_changes_later_is_not_held() -> None:
-    data = bytearray(write_struct(Struct(_FIELDS)))
+    data = bytearray(Struct(_FIELDS).as_bytes())
     struct, _ = read_struct(memoryview(data))
     data[:] = bytes(len(data))
     assert struct.fields == _FIELDS
