@@ -242,7 +242,7 @@ class FooterOpener:
 
     def _parsed(self, plaintext: bytes) -> FileMetaData | None:
         try:
-            metadata, end = FileMetaData.read(plaintext)
+            metadata, end = FileMetaData.read_whole(plaintext)
             check_required(metadata)
             check_padding(plaintext, end, FOOTER_PLACE, self._book)
         except ParquetFormatError as error:

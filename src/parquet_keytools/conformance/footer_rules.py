@@ -125,7 +125,7 @@ def plaintext_metadata(envelope: Envelope, book: RuleBook, *, is_authentic: bool
         return None
     try:
         limit = None if is_authentic else unauthenticated_limit(len(envelope.body))
-        metadata, _ = FileMetaData.read(envelope.body, max_memory=limit)
+        metadata, _ = FileMetaData.read_whole(envelope.body, max_memory=limit)
         check_required(metadata)
     except ParquetFormatError as error:
         book.broken("footer-thrift", str(error), offset=envelope.footer_offset)

@@ -77,8 +77,7 @@ def read_plaintext_footer(source: ByteSource) -> Footer:
     with naming_file(source.path):
         if not footer.is_encrypted:
             data = footer.data
-            max_memory = unauthenticated_limit(len(data))
-            read = FileMetaData.read(data, max_memory=max_memory, path=FileMetaData.METADATA_PATH)
+            read = FileMetaData.read_whole(data, max_memory=unauthenticated_limit(len(data)))
         envelope = FooterEnvelope.of(footer, source.path, read)
     if read is None or envelope.mode is not FooterMode.UNENCRYPTED:
         raise AlreadyEncryptedError(

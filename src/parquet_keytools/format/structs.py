@@ -32,18 +32,14 @@ class Record:
 
     @classmethod
     def read(
-        cls,
-        data: bytes | bytearray | memoryview,
-        offset: int = 0,
-        max_memory: int | None = None,
-        path: Sequence[int] | None = None,
+        cls, data: bytes | bytearray | memoryview, offset: int = 0, max_memory: int | None = None
     ) -> tuple[Self, int]:
         """Read the structure at `offset`; returns it and the offset of the first byte after it.
 
         Raises:
             ParquetFormatError: There is no Thrift struct there, or it takes more memory than `max_memory`.
         """
-        return cls._read(data, offset, path or cls.PATH, max_memory)
+        return cls._read(data, offset, cls.PATH, max_memory)
 
     @classmethod
     def read_outline(cls, data: bytes | bytearray | memoryview) -> tuple[Self, int]:
@@ -405,11 +401,6 @@ class FileMetaData(Record):
     """The footer."""
 
     PATH = (4, 1)  # Row groups, and where their chunks lie.
-    METADATA_PATH = (
-        4,
-        1,
-        3,
-    )  # And their metadata: faster if all is needed.
 
     version = Required(1, I32)
     schema = Required(2, list_of(nested(SchemaElement)))
@@ -419,6 +410,11 @@ class FileMetaData(Record):
     created_by = Optional(6, TEXT)
     encryption_algorithm = Optional(8, nested(EncryptionAlgorithm), refuses_other_types=True)
     footer_signing_key_metadata = Optional(9, BINARY, refuses_other_types=True)
+
+    @classmethod
+    def read_whole(cls, data: bytes | bytearray | memoryview, max_memory: int | None = None) -> tuple[Self, int]:
+        """Read a footer whose chunks will all be looked at: one pass finds them and their metadata."""
+        return cls._read(data, 0, (*cls.PATH, *ColumnChunk.PATH), max_memory)
 
 
 # --- Pages, indexes, Bloom filters -------------------------------------------------------------------------
