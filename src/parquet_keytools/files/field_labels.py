@@ -66,6 +66,7 @@ def labels_of_spark(schema: Any, field: str) -> Mapping[ColumnPath, str]:
             if label is not None:
                 _add(found, below, str(label))
             look(child.get("type"), below)
+        look(data_type.get("sqlType"), path)
         look(data_type.get("elementType"), path)
         look(data_type.get("keyType"), (*path, "key"))
         look(data_type.get("valueType"), (*path, "value"))
@@ -97,6 +98,8 @@ def labels_of_schema(schema: pa.Schema, field: str) -> Mapping[ColumnPath, str]:
             look(data_type.value_field, path)
         elif isinstance(data_type, pa.BaseExtensionType):
             look_into(data_type.storage_type, path)
+        elif pa.types.is_dictionary(data_type) or pa.types.is_run_end_encoded(data_type):
+            look_into(data_type.value_type, path)
 
     for one in schema:
         look(one, (one.name,))
@@ -111,6 +114,7 @@ class LabelsOfData:
         self._field = field
         self._labels = {} if field is None else labels_of_schema(schema, field)
         self._seen = schema
+        self._names = frozenset(schema.names)
 
     def refuse_others(self, schema: pa.Schema) -> None:
         """Refuse data with a label that the schema did not have: its column may be plaintext.
@@ -121,10 +125,10 @@ class LabelsOfData:
         if self._field is None or schema is self._seen:
             return
         for path, label in labels_of_schema(schema, self._field).items():
-            if self._labels.get(path) != label:
+            if path[0] in self._names and self._labels.get(path) != label:
                 raise ConfigurationError(
-                    f"the field {'.'.join(path)!r} of later data has the label {label!r}, and the schema of "
-                    "the file does not.",
-                    hint="Open the writer with a schema that has the label.",
+                    f"the field {'.'.join(path)!r} of some of the data has the label {label!r}, and the schema "
+                    "that decides does not.",
+                    hint="Give the field its label in the schema of the writer or of the data set.",
                 )
         self._seen = schema

@@ -13,6 +13,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.config.document import list_of_names
 from parquet_keytools.encryption.aad import refuse_more_than_ordinals
+from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.field_labels import LabelsOfData, labels_of_schema
 from parquet_keytools.storage.local_files import failing_as_output, without_leftovers
 from parquet_keytools.storage.locations import FileLocation
@@ -165,6 +166,7 @@ def write_table(
     row_group_size = row_group_rows(options.get("chunk_size", options.get("row_group_size")))
     options = {name: value for name, value in options.items() if name not in ("row_group_size", "chunk_size")}
     source = as_stream(data)
+    _labels_of_data(encryptor, table_name, source.schema, data)
     with EncryptedParquetWriter(
         encryptor, target, source.schema, table_name, options, overwrite=overwrite, key_values=key_values
     ) as writer:
@@ -172,6 +174,31 @@ def write_table(
             writer.write_table(table, row_group_size)
     assert writer.result is not None
     return writer.result
+
+
+def _labels_of_data(
+    encryptor: ArrowEncryptor, table_name: str | None, schema: pa.Schema, data: Any
+) -> LabelsOfData:
+    """Return the labels of a schema; refuse a `pyarrow.dataset.Dataset` with a file that has others.
+
+    The schema of a data set usually is the schema of its first file.
+
+    Raises:
+        ConfigurationError: A field of a file has another label; or the data set is filtered, and hides its files.
+    """
+    _, table = encryptor.keys.configuration.select_table(table_name)
+    labels = LabelsOfData(table.labels.field, schema)
+    if table.labels.field is not None and hasattr(data, "get_fragments"):
+        try:
+            fragments = data.get_fragments()
+        except ValueError:
+            raise ConfigurationError(
+                "labels in the files of a filtered data set cannot be seen.",
+                hint="Make the data set with a schema that has all labels, and give `dataset.scanner(filter=...)`.",
+            ) from None
+        for fragment in fragments:
+            labels.refuse_others(fragment.physical_schema)
+    return labels
 
 
 def write_dataset(
@@ -212,7 +239,7 @@ def write_dataset(
     if isinstance(data, Iterator) and schema is not None:
         data = pa.RecordBatchReader.from_batches(schema, data)
         options = {name: value for name, value in options.items() if name != "schema"}
-    data = as_dataset_source(data)
+    given, data = data, as_dataset_source(data)
     if schema is None:
         schema = data[0].schema if isinstance(data, list) else data.schema
     partitioning, partition_names = _partitioning(partitioning, partitioning_flavor, schema)
@@ -220,8 +247,7 @@ def write_dataset(
         leaves = arrow_leaf_paths(schema, write_options)
         all_columns = keys.policy(table_name, leaves, partial(labels_of_schema, schema))
         all_columns.check_partition_columns(partition_names)
-    _, table = keys.configuration.select_table(table_name)
-    labels = LabelsOfData(table.labels.field, schema)
+    labels = _labels_of_data(encryptor, table_name, schema, given)
     for part in data if isinstance(data, list) else ():
         labels.refuse_others(part.schema)
     schema = pa.schema([field for field in schema if field.name not in partition_names])

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
 from parquet_keytools import Keytools, load_configuration, parse_configuration
 from parquet_keytools.errors import ConfigurationError, FolderNameError, KeytoolsError
+from parquet_keytools.files.field_labels import labels_of_schema
 
 CLASSES = {
     "pii": {"key": "pii"},
@@ -555,6 +557,70 @@ def test_later_data_of_a_writer_has_no_other_labels(make: Make, tmp_path: Path) 
     assert not (tmp_path / "x.parquet").exists()
     with pytest.raises(ConfigurationError, match="'pii'"):
         tools.write_dataset([plain, marked], tmp_path / "folder")
+
+
+def files_of_which_the_second_has_a_label(folder: Path) -> ds.Dataset:
+    plain = pa.table({"email": ["a"], "n": [1]})
+    marked = plain.cast(pa.schema([labelled("email", pa.string(), "pii"), plain.schema.field("n")]))
+    pq.write_table(plain, folder / "0.parquet")
+    pq.write_table(marked, folder / "1.parquet")
+    return ds.dataset([str(folder / f"{n}.parquet") for n in range(2)])
+
+
+def test_a_data_set_is_refused_if_its_schema_lacks_a_label_of_a_file(make: Make, tmp_path: Path) -> None:
+    tools = make({"arrow": {}}, unlabelled="public")
+    data = files_of_which_the_second_has_a_label(tmp_path)
+    union = ds.dataset([data, ds.dataset(tmp_path / "0.parquet")])
+    for what in (data, union, data.filter(ds.field("n") == 1)):
+        with pytest.raises(ConfigurationError, match="label"):
+            tools.write_table(what, tmp_path / "x.parquet")
+        with pytest.raises(ConfigurationError, match="label"):
+            tools.write_dataset(what, tmp_path / "folder")
+        assert not (tmp_path / "x.parquet").exists()
+        assert not list(tmp_path.glob("folder/*"))
+    # A schema that has the label protects the column, filtered or not; columns that are left out have no label.
+    schema = pa.schema([labelled("email", pa.string(), "pii"), ("n", pa.int64())])
+    complete = data.replace_schema(schema)
+    for number, what in enumerate((complete, complete.scanner(filter=ds.field("n") == 1))):
+        tools.write_table(what, tmp_path / f"x{number}.parquet")
+        assert keys(tools, tmp_path / f"x{number}.parquet") == {"email": "pii", "n": None}
+    tools.write_table(data.replace_schema(pa.schema([("n", pa.int64())])), tmp_path / "n.parquet")
+    assert keys(tools, tmp_path / "n.parquet") == {"n": None}
+    # Without `arrow`, labels of the data do not count.
+    make(columns_source(email="public"), unlabelled="public").write_table(data, tmp_path / "y.parquet")
+
+
+def test_encrypted_data_sets_are_refused_alike(make: Make, tmp_path: Path) -> None:
+    files_of_which_the_second_has_a_label(tmp_path)
+    (tmp_path / "encrypted").mkdir()
+    for n in range(2):
+        make({"arrow": {}}, unlabelled="pii").encrypt_file(
+            tmp_path / f"{n}.parquet", tmp_path / "encrypted" / f"{n}.parquet"
+        )
+    tools = make({"arrow": {}}, unlabelled="public")
+    reader = make({"arrow": {}}, unlabelled="pii")
+    data = reader.dataset(tmp_path / "encrypted")
+    for what in (data, data.filter(ds.field("n") == 1)):
+        with pytest.raises(ConfigurationError, match="'pii'"):
+            tools.write_table(what, tmp_path / "x.parquet")
+    tools.write_table(data.replace_schema(pa.schema([("n", pa.int64())])), tmp_path / "n.parquet")
+    assert keys(tools, tmp_path / "n.parquet") == {"n": None}
+
+
+def test_labels_within_user_defined_and_run_end_encoded_types(make: Make, tmp_path: Path) -> None:
+    point = {"type": "struct", "fields": [{"name": "x", "type": "double", "metadata": {"class": "pii"}}]}
+    place = {"type": "udt", "class": "org.example.PointUDT", "sqlType": point}
+    fields = [{"name": "place", "type": place, "nullable": True, "metadata": {}}]
+    table = pa.table({"place": [{"x": 1.0}]})
+    with pq.ParquetWriter(tmp_path / "plain.parquet", table.schema, store_schema=False) as writer:
+        writer.write_table(table)
+        text = json.dumps({"type": "struct", "fields": fields})
+        writer.add_key_value_metadata({"org.apache.spark.sql.parquet.row.metadata": text})
+    tools = make({"arrow": {}}, unlabelled="public")
+    tools.encrypt_file(tmp_path / "plain.parquet", tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {"place.x": "pii"}
+    encoded = pa.run_end_encoded(pa.int32(), pa.struct([labelled("x", pa.string(), "pii")]))
+    assert labels_of_schema(pa.schema([("r", encoded)]), "class") == {("r", "x"): "pii"}
 
 
 def test_a_pattern_that_only_seems_to_cover_a_column(make: Make, tmp_path: Path) -> None:
