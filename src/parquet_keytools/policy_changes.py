@@ -116,6 +116,10 @@ def _of_defaults(old: Configuration, new: Configuration, name: str) -> Iterator[
         fields = [table.labels.field or "none" for table in (before, after)]
         is_weaker = before.labels.field is not None and now == _PLAINTEXT
         yield PolicyChange(name, "labels of the data", fields[0], fields[1], None, is_weaker)
+    of_iceberg = [table.labels.iceberg.iceberg if table.labels.iceberg else None for table in (before, after)]
+    if of_iceberg[0] != of_iceberg[1]:
+        texts = ["none" if one is None else ", ".join([one.field, *one.keys]) for one in of_iceberg]
+        yield PolicyChange(name, "labels of the Iceberg table", texts[0], texts[1], None, texts[0] != "none")
     for key in dict.fromkeys(key for _, key in before.key_uses()):
         ids = [_identifier(configuration, key) for configuration in (old, new)]
         if None not in ids and ids[0] != ids[1]:

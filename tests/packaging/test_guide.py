@@ -31,6 +31,7 @@ SECTIONS = {
     "KeyValueSettings": "key_values",
     "LabelSource": "labels_from",
     "FieldMetadata": "arrow",
+    "IcebergLabels": "iceberg",
     "ReadingSettings": "reading",
     "HashKeySettings": "hash_keys",
     "RotationSettings": "rotation",

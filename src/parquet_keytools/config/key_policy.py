@@ -137,6 +137,10 @@ def check_key_names(configuration: Configuration, known_master_key_ids: frozense
             if path[0] == "labels_from":
                 continue  # Its class has it.
             mistakes += _checked_use(configuration, known, ("tables", table_name, *path), name)
+        for position, source in enumerate(table.labels_from):
+            for name in () if source.iceberg is None else source.iceberg.keys:
+                at: YamlPath = ("tables", table_name, "labels_from", position, "iceberg", "keys")
+                mistakes += _checked_use(configuration, known, at, name)
         mistakes += _without_effect(configuration, table_name, table)
     if mistakes:
         raise configuration.error_for(mistakes)
@@ -260,6 +264,7 @@ def resolve_columns(
     ignores_case: bool = False,
     may_be_undecided: bool = False,
     field_labels: FieldLabels = no_field_labels,
+    is_iceberg: bool = False,
 ) -> dict[ColumnPath, ChosenKey]:
     """Return the key of every leaf column of a schema, in the order of `leaf_paths`.
 
@@ -278,6 +283,7 @@ def resolve_columns(
             case.
         may_be_undecided: Whether columns that the table does not decide about are plaintext, and no error.
         field_labels: The labels that come with the data.
+        is_iceberg: Whether the data is an Iceberg table, and no Parquet file.
 
     Raises:
         ConfigurationError: A pattern covers no column, a column has two keys or contradicting labels, or the table
@@ -328,7 +334,7 @@ def resolve_columns(
         path: YamlPath = ("tables", table_name)
         labels = table.labels
         plaintext = {leaf for pattern in table.plaintext_columns for leaf in dotted_paths.covered_by(pattern)}
-        of_fields = labels.of_fields(leaf_paths, field_labels, path, mistakes)
+        of_fields = labels.of_fields(leaf_paths, field_labels, path, mistakes, is_iceberg=is_iceberg)
         for leaf in leaf_paths:
             if leaf in covered:
                 continue

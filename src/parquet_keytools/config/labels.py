@@ -78,12 +78,14 @@ class Labels:
         field: The name of the metadata field that holds labels of Arrow and Spark fields; None without `arrow`.
         unlabelled: What columns without a label are; None for an error.
         classes: Name of a class -> the class.
+        iceberg: The source that has the labels of Iceberg tables; None without `iceberg`.
     """
 
     labels: tuple[Label, ...] = ()
     field: str | None = None
     unlabelled: ClassSettings | None = None
     classes: Mapping[str, ClassSettings] = dataclasses.field(default_factory=dict)
+    iceberg: LabelSource | None = None
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -91,7 +93,7 @@ class Labels:
         used = [label.key for label in self.labels]
         if self.unlabelled is not None:
             used.append(self.unlabelled.key)
-        if self.field is not None:
+        if self.field is not None or self.iceberg is not None:
             used += [found.key for found in self.classes.values()]
         return tuple(dict.fromkeys(key for key in used if key is not None))
 
@@ -116,7 +118,13 @@ class Labels:
         return None
 
     def of_fields(
-        self, leaves: Collection[ColumnPath], field_labels: FieldLabels, path: YamlPath, mistakes: list[Mistake]
+        self,
+        leaves: Collection[ColumnPath],
+        field_labels: FieldLabels,
+        path: YamlPath,
+        mistakes: list[Mistake],
+        *,
+        is_iceberg: bool,
     ) -> dict[ColumnPath, Label]:
         """Return the labels that come with the data and give a column a key.
 
@@ -125,11 +133,15 @@ class Labels:
             field_labels: The labels of the fields.
             path: Place of the table in the configuration.
             mistakes: Receives labels that are no class, and labels that no column has if it would be plaintext.
+            is_iceberg: Whether the labels come from an Iceberg table.
         """
-        if self.field is None:
+        field_name = self.field
+        if is_iceberg:
+            field_name = self.iceberg.iceberg.field if self.iceberg and self.iceberg.iceberg else None
+        if field_name is None:
             return {}
         by_field: dict[ColumnPath, Label] = {}
-        for field, class_name in field_labels(self.field).items():
+        for field, class_name in field_labels(field_name).items():
             place = f"the field {'.'.join(field)!r}"
             found = self.classes.get(class_name)
             if found is None:

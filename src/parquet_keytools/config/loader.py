@@ -227,22 +227,23 @@ def _read_labels(configuration: Configuration, source: DocumentSource) -> Iterat
         )
         yield from (replace(mistake, path=("tables", name, *mistake.path)) for mistake in mistakes)
         field = next((one.arrow.field for one in table.labels_from if one.arrow is not None), None)
+        iceberg = next((one for one in table.labels_from if one.iceberg is not None), None)
         unlabelled = configuration.classes.get(table.unlabelled or "error")
-        table._labels = Labels(tuple(labels), field, unlabelled, configuration.classes)
+        table._labels = Labels(tuple(labels), field, unlabelled, configuration.classes, iceberg)
 
 
 def _with_labels(document: dict[str, Any], configuration: Configuration) -> dict[str, Any]:
     """Return a document with the labels that were read, so that other processes need not have the files."""
     tables = dict(document.get("tables") or {})
     for name, table in configuration.tables.items():
-        if any(source.kind not in ("arrow", "columns") for source in table.labels_from):
+        if any(source.kind not in ("arrow", "iceberg", "columns") for source in table.labels_from):
             labels = table.labels.by_column.values()
             read = {
                 "columns": {_literal(label.column): _literal(label.class_name) for label in labels},
                 "places": {_literal(label.column): _literal(label.place) for label in labels},
             }
-            arrow = [source for source in tables[name]["labels_from"] if "arrow" in source]
-            tables[name] = {**tables[name], "labels_from": [*arrow, read]}
+            of_data = [one for one in tables[name]["labels_from"] if "arrow" in one or "iceberg" in one]
+            tables[name] = {**tables[name], "labels_from": [*of_data, read]}
     return {**document, "tables": tables} if tables else document
 
 

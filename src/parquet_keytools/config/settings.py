@@ -182,7 +182,22 @@ class FieldMetadata(StrictSettings):
     field: Text = Field(default="class", description="The name of the metadata entry that holds the label.")
 
 
-_KINDS = ("arrow", "dbt", "contract", "csv", "columns")
+class IcebergLabels(StrictSettings):
+    """Where labels are in Iceberg tables, and which keys these may be under."""
+
+    field: Text = Field(
+        default="class",
+        description="The name of the label in docs of fields, as in `[class: pii]`, and in properties of the "
+        "table, as in `class.email = pii`.",
+    )
+    keys: tuple[KeyName, ...] = Field(
+        default=(),
+        description="Names of keys that the table may be under instead of the keys of its columns' classes. Its "
+        "files are encrypted whole: a table with columns of several classes needs one.",
+    )
+
+
+_KINDS = ("arrow", "iceberg", "dbt", "contract", "csv", "columns")
 
 
 class LabelSource(StrictSettings):
@@ -193,6 +208,11 @@ class LabelSource(StrictSettings):
         description="The metadata of the fields of Arrow and Spark schemas. Such labels give keys to columns, and "
         "take none away.",
     )
+    iceberg: IcebergLabels | None = Field(
+        default=None,
+        description="Docs of fields, and properties, of the Iceberg table with the table's name. Such labels give "
+        "keys to columns, and take none away.",
+    )
     dbt: Text | None = Field(default=None, description="Path of dbt's manifest.json: meta and tags of columns.")
     contract: Text | None = Field(
         default=None,
@@ -201,7 +221,9 @@ class LabelSource(StrictSettings):
     csv: Text | None = Field(default=None, description="Path of a CSV file with the header `column,class`.")
     columns: dict[Text, Text] | None = Field(default=None, description="Dotted path of a column -> label.")
     name: Text | None = Field(
-        default=None, description="Name of the dbt model or of the contract's schema; by default, of the table."
+        default=None,
+        description="Name of the dbt model, of the contract's schema, or of the Iceberg table; by default, of the "
+        "table.",
     )
     field: Text = Field(default="class", description="The name of the entry of dbt's meta that holds the label.")
     places: dict[Text, Text] = Field(
@@ -400,8 +422,9 @@ class TableSettings(StrictSettings):
         if self.labels_from and "unlisted_columns" in self.model_fields_set:
             message = "with labels_from, `unlabelled` says what other columns are."
             mistakes.append(Mistake(("unlisted_columns",), message, "Set unlabelled to error, or to a class."))
-        if sum(source.arrow is not None for source in self.labels_from) > 1:
-            mistakes.append(Mistake(("labels_from",), "arrow is listed twice."))
+        for kind in ("arrow", "iceberg"):
+            if sum(getattr(source, kind) is not None for source in self.labels_from) > 1:
+                mistakes.append(Mistake(("labels_from",), f"{kind} is listed twice."))
         if self.plaintext_columns and self.unlisted_columns != "error":
             message = "plaintext_columns needs `unlisted_columns: error`."
             mistakes.append(Mistake(("plaintext_columns",), message))

@@ -20,9 +20,12 @@ from pyiceberg.table.update import (
     AddPartitionSpecUpdate,
     AddSchemaUpdate,
     AddSnapshotUpdate,
+    RemovePropertiesUpdate,
+    SetCurrentSchemaUpdate,
     SetPropertiesUpdate,
     TableRequirement,
     TableUpdate,
+    update_table_metadata,
 )
 from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
@@ -55,6 +58,7 @@ from parquet_keytools.iceberg.metadata import (
 )
 from parquet_keytools.iceberg.pyiceberg_classes import CommittingTable, ProducingTransaction, committing
 from parquet_keytools.iceberg.table_audit import table_of_catalog
+from parquet_keytools.iceberg.table_labels import refuse_other_key
 from parquet_keytools.iceberg.written_files import StoredFileIO, WritingFileIO, dumped
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -68,6 +72,11 @@ _PATIENCE = {TableProperties.COMMIT_NUM_RETRIES: "100", TableProperties.COMMIT_M
 """Defaults for tables that set none: PyIceberg's 4 retries are too few for several writers."""
 
 _KEY_CHANGE_ATTEMPTS = 10
+
+_WITH_COLUMNS = (
+    AddSnapshotUpdate, AddSchemaUpdate, SetCurrentSchemaUpdate, SetPropertiesUpdate, RemovePropertiesUpdate
+)  # fmt: skip
+"""Updates that bring rows, columns or labels."""
 
 
 class EncryptedTable(CommittingTable):
@@ -210,6 +219,21 @@ class EncryptedTable(CommittingTable):
                     seen.add(manifest.location)
         return found
 
+    def _refuse_other_key(self, updates: tuple[TableUpdate, ...]) -> None:
+        """Refuse rows, columns and labels that the key of the table does not protect as labels say."""
+        keys = self.reader.keys
+        configuration = keys.service.configuration
+        has_labels = any(table.labels.iceberg for table in configuration.tables.values())
+        if has_labels and any(isinstance(update, _WITH_COLUMNS) for update in updates):
+            metadata = update_table_metadata(self.metadata, updates)
+            refuse_other_key(
+                configuration,
+                self.name(),
+                metadata.schema().as_arrow(),
+                metadata.properties,
+                keys.master_key_id(master_key_of(self.known().encryption)),
+            )
+
     def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
         """Commit updates that add no snapshot."""
         if any(isinstance(update, AddSnapshotUpdate) for update in updates):
@@ -217,6 +241,7 @@ class EncryptedTable(CommittingTable):
                 "a snapshot would be added whose manifests have no keys.",
                 hint="Use `table.transaction()`, `append`, `overwrite` or `delete` of this table.",
             )
+        self._refuse_other_key(updates)
         self._commit(KeyChanges(), updates, requirements)
 
     def _commit(
@@ -303,6 +328,7 @@ class _WorkingTable(EncryptedTable):
         self._snapshot_keys[snapshot_id] = self._new_keys.entries_for(self.known().chain, key_metadata)
 
     def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
+        self._refuse_other_key(updates)
         snapshots = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
         keys = {snapshot: self._snapshot_keys[snapshot] for snapshot in snapshots}
         added = {entry.key_id: entry for entries in keys.values() for entry in entries}
@@ -487,7 +513,8 @@ def create_table(
         properties: Its other properties.
 
     Raises:
-        ConfigurationError: The catalog has another FileIO, or AES has no keys of this length.
+        ConfigurationError: The catalog has another FileIO, AES has no keys of this length, or labels of columns
+            want another key.
         KmsError: The KMS does not wrap keys with the master key; no table was created.
     """
     if data_key_length_bits not in KEY_LENGTHS_BITS:
@@ -503,6 +530,13 @@ def create_table(
     # A table that could not be loaded afterwards is not created.
     reader = _ours(catalog, load_file_io(dict(catalog.properties)))
     master_key_id = reader.keys.master_key_id(encryption_key)
+    refuse_other_key(
+        reader.keys.service.configuration,
+        Catalog.identifier_to_tuple(identifier),
+        schema.as_arrow() if isinstance(schema, Schema) else schema,
+        properties,
+        master_key_id,
+    )
     # Nor is a table whose master key the KMS does not have, or does not let us use.
     reader.keys.wrap_kek(SecretBytes.random(data_key_length_bits), master_key_id)
     committing(catalog, StoredFileIO(reader, None), KeyChanges()).create_table(

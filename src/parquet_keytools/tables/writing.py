@@ -194,7 +194,7 @@ def _labels_of_data(
         except ValueError:
             raise ConfigurationError(
                 "labels in the files of a filtered data set cannot be seen.",
-                hint="Make the data set with a schema that has all labels, and give `dataset.scanner(filter=...)`.",
+                hint="Make it with a schema that has all labels, and give `dataset.scanner(filter=...)`.",
             ) from None
         for fragment in fragments:
             labels.refuse_others(fragment.physical_schema)
