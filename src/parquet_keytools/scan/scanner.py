@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
+from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
@@ -59,6 +60,8 @@ DEFAULT_SAMPLE = 500
 """How many values of each column of a file are looked at."""
 
 EXAMPLES = 3
+_FILES_TOGETHER = 32
+"""How many files are opened with the same requests to the KMS."""
 _ROW_GROUPS = 3
 _MOST_SAMPLED_BYTES = 8 << 20
 """How many bytes of a file are decoded together; long values lower the number of rows."""
@@ -200,6 +203,9 @@ def scan(
     return _Scan(keys, table_name, sample).run(location, on_file)
 
 
+_OpenedFiles = Sequence[OpenedFile | Exception]
+
+
 @dataclass
 class _Seen:
     """What one file shows."""
@@ -263,25 +269,28 @@ class _Scan:
     def _outcomes(self, location: FileLocation) -> Generator[_Seen, None, None]:
         """Yield what each file shows, some files at a time."""
         pending = self._pending
-        pool = ThreadPoolExecutor(
-            4 if location.is_local else AT_A_TIME, thread_name_prefix="parquet-keytools-scan"
-        )
+        threads = 4 if location.is_local else AT_A_TIME
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="parquet-keytools-scan")
+        # One batch waits for the KMS while another one is read.
+        openers = ThreadPoolExecutor(2, thread_name_prefix="parquet-keytools-open")
+        entries = iter(data_set(location))
         try:
-            for entry in data_set(location):
-                if isinstance(entry, LeftOut):
-                    self._report.left_out.append(entry)
-                elif isinstance(entry, Unseen):
-                    if entry.is_gone:
-                        continue
-                    self._miss(entry.path, None, entry.error)
-                else:
-                    pending.append(pool.submit(self._look, entry))
-                if len(pending) > 2 * AT_A_TIME:
+            while batch := list(islice(entries, _FILES_TOGETHER)):
+                files = [entry.location for entry in batch if isinstance(entry, ParquetFile)]
+                opening = None if self._keys is None else openers.submit(self._open_together, location, files)
+                pending.extend(pool.submit(self._look, file, opening, n) for n, file in enumerate(files))
+                for entry in batch:
+                    if isinstance(entry, LeftOut):
+                        self._report.left_out.append(entry)
+                    elif isinstance(entry, Unseen) and not entry.is_gone:
+                        self._miss(entry.path, None, entry.error)
+                while len(pending) > _FILES_TOGETHER:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         finally:
             end(pool, pending)
+            openers.shutdown()
 
     # --- what was seen ---
 
@@ -364,12 +373,11 @@ class _Scan:
 
     # --- one file ---
 
-    def _look(self, file: ParquetFile) -> _Seen:
-        """Return what a file shows; also called in other threads."""
-        seen = _Seen(file.location)
+    def _look(self, location: FileLocation, opening: Future[_OpenedFiles] | None, position: int) -> _Seen:
+        """Return what a file shows; called in other threads. With keys, `opening` has it at a position."""
+        seen = _Seen(location)
         try:
-            with audit.about(file.location):
-                opened, footer = self._opened(file.location)
+            opened, footer = self._opened(location, None if opening is None else opening.result()[position])
             self._look_into(seen, footer, opened)
         except (KeytoolsError, OSError) as error:
             if isinstance(error, ConfigurationError):
@@ -378,32 +386,51 @@ class _Scan:
             seen.not_scanned.append((None, error))
         return seen
 
-    def _opened(self, location: FileLocation) -> tuple[OpenedFile | None, Footer]:
-        """Read a footer. With a configuration, it is authenticated if it is encrypted or signed.
+    def _open_together(self, data_set: FileLocation, files: Sequence[FileLocation]) -> _OpenedFiles:
+        """Open files with two requests to the KMS; a file that cannot be opened does not hold up the others.
 
         Readers refuse a file that differs from its table. A scan looks for the difference, and shows no value.
         """
-        keys = self._keys
-        if keys is None or self._kms_failure is not None:
-            with open_source(location) as source:
-                # One request for each file, and not two.
-                envelope = read_envelope(source, reads_head=False)
-            footer = envelope.unverified_footer()
-            if self._kms_failure is not None and envelope.mode is not FooterMode.UNENCRYPTED:
-                raise self._kms_failure
-            if footer is None:
-                raise KeyNotAvailableError("its footer is encrypted.", hint="--config names its keys.")
-            return None, footer
-        assert self._kms_keys is not None
-        (opened,) = open_files(
-            [location],
-            self._kms_keys,
-            keys.data_keys,
-            aad_prefix_of=lambda place, stored: keys.expected_aad_prefix(place, self._table_name, None, stored),
-            allow_plaintext=True,
-            allow_ctr=keys.configuration.reading.ctr_files == "allow",
-        )
-        return opened, opened.footer
+        keys, kms_keys = self._keys, self._kms_keys
+        assert keys is not None and kms_keys is not None
+        if self._kms_failure is not None:
+            return [self._kms_failure] * len(files)
+        try:
+            with audit.about(files[0] if len(files) == 1 else data_set):
+                return open_files(
+                    files,
+                    kms_keys,
+                    keys.data_keys,
+                    aad_prefix_of=lambda file, stored: keys.expected_aad_prefix(
+                        file, self._table_name, None, stored
+                    ),
+                    allow_plaintext=True,
+                    allow_ctr=keys.configuration.reading.ctr_files == "allow",
+                )
+        except (KeytoolsError, OSError) as error:
+            if len(files) == 1:
+                self._kms_failure = self._kms_failure or kms_failure(error)
+                return [error]
+        half = len(files) // 2
+        return [*self._open_together(data_set, files[:half]), *self._open_together(data_set, files[half:])]
+
+    def _opened(
+        self, location: FileLocation, opened: OpenedFile | Exception | None
+    ) -> tuple[OpenedFile | None, Footer]:
+        """Return a file and its footer. Without keys, the footer is read, and is not authenticated."""
+        if isinstance(opened, OpenedFile):
+            return opened, opened.footer
+        if opened is not None and opened is not self._kms_failure:
+            raise opened
+        with open_source(location) as source:
+            # One request for each file, and not two.
+            envelope = read_envelope(source, reads_head=False)
+        footer = envelope.unverified_footer()
+        if opened is not None and envelope.mode is not FooterMode.UNENCRYPTED:
+            raise opened
+        if footer is None:
+            raise KeyNotAvailableError("its footer is encrypted.", hint="--config names its keys.")
+        return None, footer
 
     def _look_into(self, seen: _Seen, footer: Footer, opened: OpenedFile | None) -> None:
         footer_key, columns = _seen_columns(footer, opened)

@@ -159,6 +159,30 @@ def test_an_unreachable_kms_is_not_called_for_each_file(run, config: Path, encry
     assert len(calls) <= 8
 
 
+def test_the_keys_of_many_files_take_few_requests(run, config: Path, encrypted: Path, monkeypatch) -> None:
+    for number in range(63):
+        # Each file has KEKs of its own.
+        with Keytools.from_yaml(config) as keytools:
+            copy = encrypted.with_name(f"{number}.parquet")
+            keytools.encrypt_file(encrypted.parent / "people" / "part-0.parquet", copy)
+    encrypted.with_name("bad.parquet").write_bytes(b"PARE" + bytes(40) + b"PARE")
+    calls = []
+    unwrap_many = InMemoryKms.unwrap_many
+
+    def counted(self, requests):
+        calls.append(len(requests))
+        return unwrap_many(self, requests)
+
+    monkeypatch.setattr(InMemoryKms, "unwrap_many", counted)
+    done = run("scan", encrypted.parent / "*.parquet", "--config", config, "--json")
+    assert done.exit_code == 1
+    document = json.loads(done.stdout)
+    (missed,) = document["not_scanned"]
+    assert document["files"] == 64 and missed["examples"] == [str(encrypted.with_name("bad.parquet"))]
+    assert {entry["files"] for entry in document["protected"]} == {64}
+    assert sum(calls) >= 128 and len(calls) <= 16
+
+
 def test_nothing_to_find(run, tmp_path: Path) -> None:
     """Numbers, hashes and names that only resemble personal data."""
     draw = random.Random(1)
