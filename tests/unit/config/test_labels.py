@@ -628,3 +628,106 @@ def test_a_pattern_that_only_seems_to_cover_a_column(make: Make, tmp_path: Path)
     table = pa.table({"email": ["a"], "e*l": ["b"]})
     tools.write_table(table, tmp_path / "x.parquet")
     assert keys(tools, tmp_path / "x.parquet") == {"email": "pii", "e*l": "other"}
+
+
+# --- mutants of a policy: each ends in an error, or in a protected column ---
+
+KINDS = ["arrow", "dbt", "contract", "csv"]
+
+
+def labels_by(kind: str, folder: Path, labels: dict[str, str], table: pa.Table) -> tuple[dict[str, Any], pa.Table]:
+    """Return a source with labels of top-level columns and of children of `card`, and data to write."""
+    if kind == "arrow":
+        children = [
+            labelled(f.name, f.type, labels.get(f"card.{f.name}")) for f in table.schema.field("card").type
+        ]
+        fields = [
+            labelled(
+                field.name, pa.struct(children) if field.name == "card" else field.type, labels.get(field.name)
+            )
+            for field in table.schema
+        ]
+        return {"arrow": {}}, table.cast(pa.schema(fields))
+    name = f"labels-{len(list(folder.glob('labels-*')))}"
+    if kind == "csv":
+        (folder / name).write_text("".join(f"{one}\n" for one in ["column,class", *map(",".join, labels.items())]))
+    elif kind == "dbt":
+        columns = {column: {"name": column, "meta": {"class": label}} for column, label in labels.items()}
+        (folder / name).write_text(manifest(columns))
+    else:
+        text = CONTRACT[: CONTRACT.index("      - name: id")]
+        for column in dict.fromkeys(path.partition(".")[0] for path in labels):
+            text += f"      - {{name: {column}, logicalType: object"
+            text += f", classification: {labels[column]}" if column in labels else ""
+            inner = [(path.partition(".")[2], label) for path, label in labels.items() if path != column]
+            inner = [(path, label) for path, label in inner if f"{column}.{path}" in labels]
+            properties = [f"{{name: {p}, logicalType: string, classification: {label}}}" for p, label in inner]
+            text += f", properties: [{', '.join(properties)}]" if properties else ""
+            text += "}\n"
+        (folder / name).write_text(text)
+    return {kind: name}, table
+
+
+def outcome(tools: Callable[[], Keytools], table: pa.Table, path: Path) -> dict[str, str | None] | str:
+    """Write, and return the key of each column, or the error."""
+    try:
+        opened = tools()
+        opened.write_table(table, path)
+    except ConfigurationError as error:
+        assert not path.exists()
+        return str(error)
+    return keys(opened, path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_removed_label_is_an_error(make: Make, tmp_path: Path, kind: str) -> None:
+    rest = columns_source(id="public")
+    source, table = labels_by(kind, tmp_path, {"email": "pii", "card": "payment"}, TABLE)
+    assert outcome(lambda: make(source, rest), table, tmp_path / "x.parquet") == BY_LABEL
+    source, table = labels_by(kind, tmp_path, {"card": "payment"}, TABLE)
+    assert "'email'" in outcome(lambda: make(source, rest), table, tmp_path / "y.parquet")
+
+
+@pytest.mark.parametrize("unlabelled", ["error", "public"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parents_label_protects_its_children(make: Make, tmp_path: Path, kind: str, unlabelled: str) -> None:
+    rest = columns_source(id="public")
+    for labels, year in (
+        ({"email": "pii", "card": "payment"}, "pci"),
+        ({"email": "pii", "card": "payment", "card.year": "pii"}, "pii"),
+    ):
+        source, table = labels_by(kind, tmp_path, labels, TABLE)
+        path = tmp_path / f"{year}.parquet"
+        found = outcome(lambda s=source: make(s, rest, unlabelled=unlabelled), table, path)
+        assert found == {**BY_LABEL, "card.year": year}
+    # A child in plaintext is an error, or protected by its parent.
+    source, table = labels_by(kind, tmp_path, {"email": "pii", "card": "payment", "card.year": "public"}, TABLE)
+    found = outcome(lambda: make(source, rest, unlabelled=unlabelled), table, tmp_path / "z.parquet")
+    assert found == BY_LABEL or "'card.year' has contradicting labels" in found
+
+
+@pytest.mark.parametrize("weaker", ["public", "payment"])
+@pytest.mark.parametrize("other", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_sources_that_disagree(make: Make, tmp_path: Path, kind: str, other: str, weaker: str) -> None:
+    if kind == other == "arrow":
+        return  # The data has one schema; see `test_two_schemas_of_a_file_that_disagree`.
+    first, table = labels_by(kind, tmp_path, {"email": "pii"}, TABLE)
+    second, table = labels_by(other, tmp_path, {"email": weaker}, table)
+    rest = columns_source(id="public", card="public")
+    found = outcome(lambda: make(first, second, rest, unlabelled="public"), table, tmp_path / "x.parquet")
+    # A label of the data takes no key away: of `arrow`, only another key is a contradiction.
+    is_kept = other == "arrow" and weaker == "public" and isinstance(found, dict) and found["email"] == "pii"
+    assert is_kept or "column 'email' has contradicting labels" in found
+
+
+@pytest.mark.parametrize("unlabelled", ["error", "public"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_renamed_column(make: Make, tmp_path: Path, kind: str, unlabelled: str) -> None:
+    rest = columns_source(id="public")
+    source, table = labels_by(kind, tmp_path, {"email": "pii", "card": "payment"}, TABLE)
+    renamed = table.rename_columns(["id", "mail", "card"])
+    found = outcome(lambda: make(source, rest, unlabelled=unlabelled), renamed, tmp_path / "x.parquet")
+    # Arrow keeps the label with the field.
+    kept = {"mail" if column == "email" else column: key for column, key in BY_LABEL.items()}
+    assert found == kept if kind == "arrow" else "mail" in found and isinstance(found, str)
