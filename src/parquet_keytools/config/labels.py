@@ -97,6 +97,12 @@ class Labels:
             used += [found.key for found in self.classes.values()]
         return tuple(dict.fromkeys(key for key in used if key is not None))
 
+    def may_come_with_data(self, label: Label | None) -> bool:
+        """Return whether a column may be under the key of any class: no label file has its label."""
+        return (
+            label is None and self.field is not None and self.unlabelled is not None and bool(self.unlabelled.key)
+        )
+
     @cached_property
     def by_column(self) -> dict[str, Label]:
         """Dotted path in lower case -> its label; of several, one with a key."""

@@ -13,7 +13,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Protocol
 from urllib.parse import unquote
@@ -25,6 +25,7 @@ from parquet_keytools.config.key_policy import (
     DataKeyReference,
     KeyReference,
     MasterKeyReference,
+    covers,
     keys_of_value,
     moved_master_key_ids,
     resolve_columns,
@@ -325,11 +326,23 @@ class TableCheck:
             columns = resolve_columns(
                 self._configuration, self.table_name, schema, for_reading=True, ignores_case=self._ignores_case
             )
-            wanted = [self._wanted(columns[path]) for path in schema]
+            wanted = [
+                self._by_label_of_data(self._wanted(columns[path]))
+                if self.settings.labels.may_come_with_data(columns[path].label)
+                and not covers(self.settings.column_keys, ".".join(path))
+                else self._wanted(columns[path])
+                for path in schema
+            ]
             if len(self._schemas) >= _MOST_SCHEMAS:
                 self._schemas.clear()
             self._schemas[schema] = wanted
         return wanted
+
+    def _by_label_of_data(self, wanted: _Wanted) -> _Wanted:
+        """Return what a column of the class of `unlabelled` may be under: a label of the data chose any class."""
+        names = {found.key for found in self.settings.labels.classes.values()}
+        trusted = frozenset().union(*(self._trusted[name] for name in names if name is not None))
+        return replace(wanted, trusted=trusted, text=f"{wanted.text}, or the key of another class")
 
     def _wanted(self, column: ChosenKey) -> _Wanted:
         if column.key_name is None:

@@ -290,6 +290,26 @@ def test_labels_of_the_data_that_contradict_others(make: Make, tmp_path: Path, l
         tools.write_table(pa.table({"id": [1]}, schema=schema), tmp_path / "x.parquet")
 
 
+def test_a_label_of_the_data_chooses_another_class_than_unlabelled(make: Make, tmp_path: Path) -> None:
+    schema = pa.schema([labelled("id", pa.int64(), None), labelled("card", pa.int64(), "payment")])
+    table = pa.table({"id": [1], "card": [4]}, schema=schema)
+    tools = make({"arrow": {}}, unlabelled="pii")
+    tools.write_table(table, tmp_path / "x.parquet")
+    assert keys(tools, tmp_path / "x.parquet") == {"id": "pii", "card": "pci"}
+    assert tools.read_table(tmp_path / "x.parquet").equals(table)
+    assert tools.verify_file(tmp_path / "x.parquet").conforms
+    # What a file of labels, column_keys or plaintext_columns decide is decided, and plaintext is refused.
+    for more in (
+        {"column_keys": {"pii": ["card"]}},
+        {"labels_from": [{"arrow": {}}, {"columns": {"card": "pii"}}]},
+    ):
+        with pytest.raises(KeytoolsError, match="card"):
+            make({"arrow": {}}, **{"unlabelled": "pii", **more}).read_table(tmp_path / "x.parquet")
+    make({"arrow": {}}, unlabelled="public").write_table(table, tmp_path / "y.parquet")
+    with pytest.raises(KeytoolsError, match="id"):
+        tools.read_table(tmp_path / "y.parquet")
+
+
 def test_a_label_of_the_data_that_is_no_class(make: Make, tmp_path: Path) -> None:
     tools = make({"arrow": {}}, unlabelled="public")
     schema = pa.schema([labelled("id", pa.int64(), "pij")])
