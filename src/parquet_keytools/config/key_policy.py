@@ -373,25 +373,40 @@ def resolve_columns(
     return keys
 
 
-def digest_columns(
-    table: TableSettings, leaf_paths: Sequence[ColumnPath], keyed: Collection[ColumnPath]
-) -> frozenset[ColumnPath]:
-    """Return the leaf columns of a file that are shown as digests with `denied_columns: hash`.
+def denied_keys(configuration: Configuration, table: TableSettings) -> set[KeyReference]:
+    """Return the keys of classes with `denied: hash`, and the keys that files of a table may have instead."""
+    names = [found.key for found in configuration.classes.values() if found.denied and found.key]
+    keys = {resolve_key(configuration, name) for name in (*names, *table.also_trusted)}
+    for pair in moved_master_key_ids(configuration):
+        moved = set(map(MasterKeyReference, pair))
+        keys |= moved if moved & keys else set()
+    return keys
 
-    These are all columns under `column_keys` or with a key in the file, except `shown_columns`.
+
+def digest_columns(
+    table: TableSettings, leaf_paths: Sequence[ColumnPath], keyed: Collection[ColumnPath], *, by_class: bool
+) -> frozenset[ColumnPath]:
+    """Return the leaf columns of a file that are shown as digests, except `shown_columns`.
+
+    With `denied_columns: hash`, these are all columns under `column_keys` or with a key in the file.
 
     Args:
         table: The table of the file.
         leaf_paths: Every leaf column.
         keyed: The columns that have a key in the file, even if the table names none.
+        by_class: Whether only columns of classes with `denied: hash` are shown as digests; `keyed` are the columns
+            under their keys.
     """
     dotted_paths = _DottedPaths(leaf_paths)
     covered = set(keyed)
-    for pattern in (pattern for patterns in table.column_keys.values() for pattern in patterns):
+    for pattern in () if by_class else chain.from_iterable(table.column_keys.values()):
         covered.update(dotted_paths.covered_by(pattern))
         covered.update(dotted_paths.also_covered_by(pattern, ignores_case=False))
-    labelled = ((leaf, table.labels.of(leaf)) for leaf in leaf_paths)
-    covered.update(leaf for leaf, label in labelled if label is not None and label.key is not None)
+    for leaf in leaf_paths:
+        label = table.labels.of(leaf)
+        found = table.labels.unlabelled if label is None else table.labels.classes[label.class_name]
+        if found is not None and (found.denied if by_class else label is not None and found.key is not None):
+            covered.add(leaf)
     for pattern in table.shown_columns:
         covered.difference_update(dotted_paths.covered_by(pattern))
     return frozenset(covered)

@@ -164,6 +164,11 @@ class ClassSettings(StrictSettings):
     """How columns with a label are protected: an entry under `classes`."""
 
     key: KeyName | None = Field(description="Name of the key of these columns; null, or `plaintext`, for none.")
+    denied: Literal["hash"] | None = Field(
+        default=None,
+        description="`hash` shows readers with this configuration digests instead of the values of columns with "
+        "this label, and of all columns under this key.",
+    )
 
 
 def _class_of_text(value: Any) -> Any:
@@ -591,6 +596,12 @@ class Configuration(StrictSettings):
         """Warnings about settings that protect less than they seem to; each with file, line and YAML path."""
         return tuple(str(self.error_for([mistake])) for mistake in self._doubts())
 
+    @property
+    def denied_columns(self) -> str:
+        """What readers see of columns that are denied: `reading.denied_columns`, or `hash` if a class says so."""
+        by_class = any(found.denied for found in self.classes.values())
+        return "hash" if by_class else self.reading.denied_columns
+
     def master_key_id(self, name: str) -> str:
         """Return the identifier of a master key, by its name under `master_keys` or the identifier itself.
 
@@ -721,6 +732,14 @@ class Configuration(StrictSettings):
     def _impossible_labels(self) -> Iterator[Mistake]:
         if "error" in self.classes:
             yield Mistake(("classes", "error"), "no class can have this name, which `unlabelled` gives a meaning.")
+        for name, found in self.classes.items():
+            if found.denied and found.key is None:
+                yield Mistake(
+                    ("classes", name, "denied"), "columns in plaintext are not denied: a key is missing."
+                )
+            if found.denied and self.reading.denied_columns in ("hide", "null"):
+                message = f"`denied_columns: {self.reading.denied_columns}` contradicts the class {name!r}."
+                yield Mistake(("reading", "denied_columns"), message, "Leave it out, or take `denied` out.")
         for name, table in self.tables.items():
             if table.labels_from and not self.classes:
                 message = "there are no classes, which say what labels mean."
@@ -753,7 +772,7 @@ class Configuration(StrictSettings):
                 yield Mistake(path, "there is no kms that could hold master keys.")
             elif hash_key.master_key in self.data_keys and hash_key.master_key not in self.master_keys:
                 yield Mistake(path, f"{hash_key.master_key!r} is a data key: master keys wrap secrets of digests.")
-        shows_digests = self.reading.denied_columns == "hash"
+        shows_digests = self.denied_columns == "hash"
         if shows_digests and not self.tables:
             message = "only tables say which columns are shown as digests."
             yield Mistake(("reading", "denied_columns"), message, "Describe them under `tables:`.")

@@ -15,11 +15,18 @@ from typing import Any
 import pyarrow as pa
 
 from parquet_keytools.config.document import Mistake
-from parquet_keytools.config.key_policy import ColumnPath, digest_columns, hash_key_reference
+from parquet_keytools.config.key_policy import (
+    ColumnPath,
+    KeyReference,
+    denied_keys,
+    digest_columns,
+    hash_key_reference,
+)
 from parquet_keytools.config.settings import Configuration, TableSettings
-from parquet_keytools.encryption.protection import ColumnEncryption
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
 from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise
 from parquet_keytools.files.opened_file import ColumnDigests, OpenedFile
+from parquet_keytools.files.table_check import seen_key
 from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY
 from parquet_keytools.format.schema_key_values import SPARK_SCHEMA_KEY, VisibleKeyValues, schema_alone, short_word
 from parquet_keytools.format.structs import KeyValue
@@ -39,7 +46,7 @@ def with_digests(
     table_name: str | None,
     files: Sequence[OpenedFile],
 ) -> list[OpenedFile]:
-    """Return opened files whose columns are shown as digests, if the configuration says `denied_columns: hash`.
+    """Return opened files whose columns are shown as digests, if the configuration or a class says so.
 
     These columns are in `OpenedFile.denied`, and their DEKs only in `OpenedFile.digests`, so code that ignores
     digests cannot read their values. If the secret is unavailable, they are only denied.
@@ -53,27 +60,50 @@ def with_digests(
     Raises:
         ConfigurationError: The unwrapped secret is not valid.
     """
-    if configuration.reading.denied_columns != "hash":
+    if configuration.denied_columns != "hash":
         return list(files)
     _, table = configuration.select_table(table_name)
     assert table.hash_key is not None
-    columns = [_columns(opened, table) for opened in files]
+    columns = [_columns(opened, table, configuration) for opened in files]
     secret: SecretBytes | KeytoolsError | None = None
     if any(paths - opened.denied.keys() for opened, paths in zip(files, columns, strict=True)):
         secret = _secret(configuration, table.hash_key, new_kms_keys())
     return [_with_digests(opened, paths, secret) for opened, paths in zip(files, columns, strict=True)]
 
 
-def _columns(opened: OpenedFile, table: TableSettings) -> frozenset[ColumnPath]:
+def _columns(opened: OpenedFile, table: TableSettings, configuration: Configuration) -> frozenset[ColumnPath]:
     columns = opened.footer.columns
-    keyed = [column.path for column in columns if column.encryption is ColumnEncryption.COLUMN_KEY]
-    return digest_columns(table, [column.path for column in columns], keyed)
+    keyed = [column for column in columns if column.encryption is ColumnEncryption.COLUMN_KEY]
+    by_class = configuration.reading.denied_columns != "hash"
+    if by_class:
+        # Labels that came with the data are known by the key alone.
+        keys = denied_keys(configuration, table)
+        keyed = [
+            column
+            for column in columns
+            if column.encryption is not ColumnEncryption.PLAINTEXT and _key(opened, column) in keys
+        ]
+    paths = [column.path for column in columns]
+    return digest_columns(table, paths, [column.path for column in keyed], by_class=by_class)
+
+
+def _key(opened: OpenedFile, column: FooterColumn) -> KeyReference | None:
+    """Return the key of a column of a file; None if it is unknown, so that the column cannot be read."""
+    is_footers = column.encryption is ColumnEncryption.FOOTER_KEY
+    metadata = opened.footer.key_metadata if is_footers else column.key_metadata
+    try:
+        return seen_key(opened.retriever, metadata, None if is_footers else column.path)
+    except KeytoolsError:
+        return None
 
 
 def refuse_digests(configuration: Configuration, message: str, hint: str) -> None:
     """Raise `ConfigurationError` if columns are shown as digests, for a caller that would show values."""
-    if configuration.reading.denied_columns == "hash":
-        raise configuration.error_for([Mistake(("reading", "denied_columns"), message, hint)])
+    if configuration.denied_columns == "hash":
+        of_class = next(
+            (("classes", name, "denied") for name, one in configuration.classes.items() if one.denied), None
+        )
+        raise configuration.error_for([Mistake(of_class or ("reading", "denied_columns"), message, hint)])
 
 
 def unwrapped_secret(configuration: Configuration, name: str, kms_keys: KmsKeys) -> SecretBytes:

@@ -346,7 +346,7 @@ class _DataSetFiles:
     ) -> None:
         """List the files, unless `paths` names them; only `wanted` columns will be read."""
         self._keys = keys
-        self._denied_columns = keys.configuration.reading.denied_columns
+        self._denied_columns = keys.configuration.denied_columns
         self._folder = folder
         self._request = request
         self._options = options
@@ -469,7 +469,7 @@ def open_dataset(
         ColumnAccessDeniedError: A column of the data set cannot be read.
         FolderNameError: The name of a folder gives values to a column that is under a key.
     """
-    knows_denied = request.columns is not None or keys.configuration.reading.denied_columns == "hide"
+    knows_denied = request.columns is not None or keys.configuration.denied_columns == "hide"
 
     def make() -> ds.Dataset:
         files = _DataSetFiles(keys, folder, request, options, paths)
@@ -530,7 +530,7 @@ def read_metadata(
     hint = NEEDS_KEY
     if opened.digests is None:
         hint = "To leave these columns out, set `denied_columns: hide` under `reading`."
-    opened.refuse_denied(None, hint=hint, hides_refused=keys.configuration.reading.denied_columns != "error")
+    opened.refuse_denied(None, hint=hint, hides_refused=keys.configuration.denied_columns != "error")
     shown = "hide" if opened.digests is None else "hash"
     with open_source(location) as source:
         view = PlainFile(opened, as_verified(opened, source), shown, PageCache(), gap=FOOTER_READ_BYTES)
@@ -541,7 +541,7 @@ def read_schema(
     keys: KeyService, location: FileLocation, table_name: str | None, aad_prefix: str | bytes | None
 ) -> pa.Schema:
     """Return the schema of a file or a data set; see `Keytools.schema`."""
-    denied_columns = keys.configuration.reading.denied_columns
+    denied_columns = keys.configuration.denied_columns
     # Columns that are shown as nulls may be null, whatever the file says.
     if not (location.only or location.is_folder() or denied_columns == "null"):
         return read_metadata(keys, location, table_name, aad_prefix).schema.to_arrow_schema()
@@ -564,7 +564,7 @@ def _read_table(keys: KeyService, location: FileLocation, request: ReadRequest, 
     if "arrow_extensions_enabled" in inspect.signature(pq.read_table).parameters:
         # The default of `read_table`, which data sets do not have; pyarrow has it from version 21 on.
         of_files = replace(options, format={"arrow_extensions_enabled": True, **options.format})
-    knows_denied = keys.configuration.reading.denied_columns == "hide"
+    knows_denied = keys.configuration.denied_columns == "hide"
     # The index columns are known after a file was opened.
     finds_index = bool(options.table.get("use_pandas_metadata"))
     wanted = tuple if finds_index else request.wanted

@@ -419,7 +419,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def _size(self, info: pafs.FileInfo) -> int:
         """Return the length of a file as it is read: with digests, it is longer than the stored file."""
-        if info.type == pafs.FileType.File and self._keys.configuration.reading.denied_columns == "hash":
+        if info.type == pafs.FileType.File and self._keys.configuration.denied_columns == "hash":
             try:
                 return self._files.size_bytes(FileLocation(self._root.filesystem, info.path), info)
             except KeytoolsError as error:

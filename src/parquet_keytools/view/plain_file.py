@@ -359,7 +359,7 @@ def open_plain_file(
         ColumnAccessDeniedError: A column cannot be read, and not because the KMS refuses its key.
         KeytoolsError: Another subclass says what is wrong with the file or its keys.
     """
-    denied_columns = keys.configuration.reading.denied_columns
+    denied_columns = keys.configuration.denied_columns
 
     def opening() -> PlainFile:
         (opened,) = keys.open_files([location], table_name, aad_prefix, again=False, identities=identities)

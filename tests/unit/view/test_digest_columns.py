@@ -10,6 +10,7 @@ import math
 import pickle
 import struct
 import time
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -608,3 +609,99 @@ def test_a_secret_has_256_bits(people: ViewCase) -> None:
     people.more = {"hash_keys": {"p": {"master_key": "hashing", "wrapped_key": wrapped}}}
     with pytest.raises(ConfigurationError, match="128 bits"):
         people.keytools(denied_columns="hash").read_table(path)
+
+
+# --- classes ---
+
+CLASSES = {"payment": {"key": "secret", "denied": "hash"}, "pii": {"key": "public"}, "open": "plaintext"}
+
+
+def class_case(folder: Path, table: dict[str, Any], **more: Any) -> tuple[ViewCase, Callable[..., Keytools]]:
+    """Return a case, and what makes a `Keytools` whose class `payment` has digests."""
+    case = hash_case(folder, table, **{"classes": CLASSES, **more})
+
+    def tools(**reading: Any) -> Keytools:
+        document = {"version": 1, **case.more, "reading": reading}
+        document["tables"] = {"t": {"footer_key": "footer", **case.table}}
+        return Keytools.from_mapping(document, kms=case.kms)
+
+    return case, tools
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"labels_from": [{"columns": {"id": "payment", "name": "payment", "deep": "payment", "seat": "pii"}}]},
+        # The labels came with the data: readers only know the key.
+        {"labels_from": [{"arrow": {}}], "unlabelled": "pii"},
+        {"labels_from": [{"columns": {"seat": "pii"}}], "unlabelled": "payment"},
+        {"column_keys": {"secret": ["id", "name", "deep"], "public": ["seat"]}},
+    ],
+    ids=["labels", "labels of the data", "other columns", "column_keys"],
+)
+def test_readers_see_digests_of_the_columns_of_a_class(tmp_path: Path, table: dict[str, Any]) -> None:
+    case, tools = class_case(tmp_path, table)
+    fields = [
+        field if field.name == "seat" else field.with_metadata({"class": "payment"}) for field in PEOPLE.schema
+    ]
+    path = tmp_path / "x.parquet"
+    tools().write_table(PEOPLE.cast(pa.schema(fields)), path)
+    keytools = tools()
+    opened = keytools.open(path)
+    for found in (keytools.read_table(path), keytools.dataset(path).to_table(), pq.read_table(opened)):
+        assert found.to_pydict() == DIGESTS
+    assert b"PLAIN" not in keytools.open(path).read()
+    with pytest.raises(KeytoolsError):
+        keytools.decrypt_file(path, tmp_path / "y.parquet")
+    # What the table shows explicitly is shown.
+    case.table["shown_columns"] = ["name"]
+    assert tools().read_table(path)["name"].to_pylist() == PEOPLE["name"].to_pylist()
+    # A refused key is an error.
+    case.table["shown_columns"] = []
+    case.kms.deny("secret")
+    with pytest.raises(ColumnAccessDeniedError):
+        tools().read_table(path)
+    assert tools().read_table(path, columns=["seat"]).num_rows == 3_000
+
+
+def test_a_class_of_digests_in_a_plaintext_file(tmp_path: Path) -> None:
+    _, tools = class_case(tmp_path, {"labels_from": [{"columns": {"name": "payment"}}], "unlabelled": "open"})
+    path = tmp_path / "plain.parquet"
+    path.write_bytes(parquet_bytes(PEOPLE))
+    found = tools(plaintext_files="allow").read_table(path)
+    assert found["name"].to_pylist() == DIGESTS["name"]
+    assert found["seat"].to_pylist() == PEOPLE["seat"].to_pylist()
+
+
+def test_files_under_the_key_from_before_show_digests_too(tmp_path: Path) -> None:
+    case, tools = class_case(tmp_path, {"column_keys": {"public": ["*"]}})
+    path = tmp_path / "x.parquet"
+    tools().write_table(PEOPLE.select(["name"]), path)
+    for table, rotation in (({}, {"moves": {"public": "secret"}}), ({"also_trusted": ["public"]}, {})):
+        case.table = {"hash_key": "p", "column_keys": {"secret": ["*"]}, **table}
+        case.more["rotation"] = rotation
+        assert tools().read_table(path)["name"].to_pylist() == DIGESTS["name"]
+
+
+@pytest.mark.parametrize(
+    ("classes", "reading", "message"),
+    [
+        (CLASSES, {"denied_columns": "hide"}, "contradicts the class 'payment'"),
+        (CLASSES, {"denied_columns": "null"}, "contradicts the class 'payment'"),
+        ({"payment": {"key": None, "denied": "hash"}}, {}, "a key is missing"),
+        ({"payment": {"key": "secret", "denied": "hide"}}, {}, "denied"),
+    ],
+)
+def test_a_wrong_class_of_digests(tmp_path: Path, classes: Any, reading: Any, message: str) -> None:
+    _, tools = class_case(tmp_path, {"unlisted_columns": "plaintext"}, classes=classes)
+    with pytest.raises(ConfigurationError, match=message):
+        tools(**reading)
+
+
+def test_a_class_of_digests_needs_a_hash_key_and_refuses_what_cannot_show_them(tmp_path: Path) -> None:
+    case, tools = class_case(tmp_path, {"unlisted_columns": "plaintext"})
+    with pytest.raises(ConfigurationError, match="Iceberg"):
+        IcebergKeys(KeyService(tools().configuration, case.kms, time.monotonic))
+    del case.table["hash_key"]
+    with pytest.raises(ConfigurationError, match="needs a hash_key"):
+        tools()
