@@ -120,6 +120,14 @@ def _of_defaults(old: Configuration, new: Configuration, name: str) -> Iterator[
     if of_iceberg[0] != of_iceberg[1]:
         texts = ["none" if one is None else ", ".join([one.field, *one.keys]) for one in of_iceberg]
         yield PolicyChange(name, "labels of the Iceberg table", texts[0], texts[1], None, texts[0] != "none")
+    # Which columns have labels of the data is not known here: any may have any class.
+    for label in old.classes if before.labels.field or before.labels.iceberg else ():
+        texts = [
+            "none" if one is None else one.key or _PLAINTEXT
+            for one in (old.classes[label], new.classes.get(label))
+        ]
+        if texts[0] != texts[1]:
+            yield PolicyChange(name, f"class {label}", texts[0], texts[1], None, texts[1] == _PLAINTEXT)
     for key in dict.fromkeys(key for _, key in before.key_uses()):
         ids = [_identifier(configuration, key) for configuration in (old, new)]
         if None not in ids and ids[0] != ids[1]:

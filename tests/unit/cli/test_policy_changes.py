@@ -154,6 +154,19 @@ def test_what_no_column_names(run, repository: Path, before: str, after: str) ->
     assert any(weaker for _, _, weaker in changes(done).values())
 
 
+@pytest.mark.parametrize("source", ["arrow", "iceberg"])
+def test_a_class_that_labels_of_the_data_may_name(run, repository: Path, source: str) -> None:
+    config = repository / "keys" / "c.yaml"
+    text = CONFIGURATION.replace("[csv: labels/customers.csv]", f"[{source}: {{}}]")
+    config.write_text(text)
+    git(repository, "commit", "--all", "--quiet", "--message", "Before")
+    config.write_text(text.replace("pii: {key: pii}", "pii: plaintext").replace("payment: {key: pci}, ", ""))
+    done = run("check", config, "--since", "HEAD", "--json")
+    assert done.exit_code == 1
+    assert changes(done) == {"class pii": ("pii", "plaintext", True), "class payment": ("pci", "none", False)}
+    assert run("check", config, "--since", "HEAD", "--allow-weaker", "class pii").exit_code == 0
+
+
 def test_another_master_key_behind_a_name_is_shown(run, repository: Path) -> None:
     config = repository / "keys" / "c.yaml"
     config.write_text(CONFIGURATION + "master_keys: {pii: pci}\n")
