@@ -32,6 +32,7 @@ from parquet_keytools.config.key_policy import (
     resolve_key,
 )
 from parquet_keytools.config.key_values import one_value, placeholders, value_in, values_in_folders
+from parquet_keytools.config.labels import FieldLabels, no_field_labels
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import (
@@ -288,18 +289,28 @@ class TableCheck:
         return found
 
     def column_mismatches(
-        self, footer_key: KeyReference | None, columns: Sequence[SeenColumn]
+        self,
+        footer_key: KeyReference | None,
+        columns: Sequence[SeenColumn],
+        field_labels: FieldLabels | None = None,
     ) -> list[TableMismatch]:
         """Return the mismatches of columns; to be called before their keys are unwrapped.
 
         A column with the footer's DEK has the footer's key. A column that is plaintext in the table may have any
         key of the table, because then its writer had one.
 
+        Args:
+            footer_key: The key of the footer.
+            columns: The columns of a file.
+            field_labels: The labels of its fields, if a column has to be as its own label says. Readers leave them
+                out: what a file says about itself is no policy.
+
         Raises:
-            ConfigurationError: The table has two keys for one of the columns.
+            ConfigurationError: The table has two keys for one of the columns; or a field has no valid label.
         """
         found = []
-        for column, wanted in zip(columns, self._of_schema([column.path for column in columns]), strict=True):
+        all_wanted = self._of_schema([column.path for column in columns], field_labels)
+        for column, wanted in zip(columns, all_wanted, strict=True):
             if column.encryption is ColumnEncryption.PLAINTEXT:
                 if wanted.key is not None:
                     name = ".".join(column.path)
@@ -319,12 +330,17 @@ class TableCheck:
             hint = f"`reading.keys_without_metadata` names the data keys of such files. {hint}"
         raise TableMismatchError(path, self.table_name, mismatches, hint=hint)
 
-    def _of_schema(self, paths: Sequence[ColumnPath]) -> list[_Wanted]:
+    def _of_schema(self, paths: Sequence[ColumnPath], field_labels: FieldLabels | None = None) -> list[_Wanted]:
         schema = tuple(paths)
-        wanted = self._schemas.get(schema)
+        wanted = None if field_labels else self._schemas.get(schema)
         if wanted is None:
             columns = resolve_columns(
-                self._configuration, self.table_name, schema, for_reading=True, ignores_case=self._ignores_case
+                self._configuration,
+                self.table_name,
+                schema,
+                for_reading=True,
+                ignores_case=self._ignores_case,
+                field_labels=field_labels or no_field_labels,
             )
             wanted = [
                 self._by_label_of_data(self._wanted(columns[path]))
@@ -333,6 +349,8 @@ class TableCheck:
                 else self._wanted(columns[path])
                 for path in schema
             ]
+            if field_labels:
+                return wanted
             if len(self._schemas) >= _MOST_SCHEMAS:
                 self._schemas.clear()
             self._schemas[schema] = wanted

@@ -33,6 +33,7 @@ from parquet_keytools.errors import (
     ParquetFormatError,
     kms_failure,
 )
+from parquet_keytools.files.field_labels import labels_of_footer
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, open_files
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, names_in_folders, seen_key
@@ -156,25 +157,6 @@ class ScanReport:
     def is_complete(self) -> bool:
         """Whether everything was scanned."""
         return not self.is_interrupted and not self.not_scanned
-
-
-# --- the policy of a column ---
-
-
-def contradictions(
-    table_check: TableCheck | None, footer_key: KeyReference | None, columns: Sequence[SeenColumn]
-) -> Mapping[str, str]:
-    """Return what the policy says of each column that is protected in another way: dotted path -> its key.
-
-    This is the one place that knows which key a column should have.
-    """
-    if table_check is None:
-        return {}
-    return {
-        mismatch.column: mismatch.wanted
-        for mismatch in table_check.column_mismatches(footer_key, columns)
-        if mismatch.column is not None
-    }
 
 
 # --- a scan ---
@@ -434,7 +416,7 @@ class _Scan:
 
     def _look_into(self, seen: _Seen, footer: Footer, opened: OpenedFile | None) -> None:
         footer_key, columns = _seen_columns(footer, opened)
-        wanted = contradictions(self._table_check, footer_key, columns)
+        wanted = self._wanted(footer, footer_key, columns)
         elements = [
             element
             for element in footer.metadata.schema[1:]
@@ -484,6 +466,25 @@ class _Scan:
                 seen.columns.append(
                     (name, verdict, PLAINTEXT if is_plaintext else _key_text(key), wanted.get(name))
                 )
+
+    def _wanted(
+        self, footer: Footer, footer_key: KeyReference | None, columns: Sequence[SeenColumn]
+    ) -> Mapping[str, str]:
+        """Return what the policy says of each column that is protected in another way: dotted path -> its key.
+
+        Labels of the file's own fields count, too.
+        """
+        if self._table_check is None:
+            return {}
+        labels = labels_of_footer(footer) if self._table_check.settings.labels.field else None
+        try:
+            found = self._table_check.column_mismatches(footer_key, columns, labels)
+        except ConfigurationError as error:
+            if labels is None:
+                raise
+            # Labels of the file that are no class, or contradict others.
+            raise ParquetFormatError(str(error), path=footer.path) from None
+        return {mismatch.column: mismatch.wanted for mismatch in found if mismatch.column is not None}
 
     def _data(self, stack: contextlib.ExitStack, location: FileLocation, opened: OpenedFile | None) -> Any:
         """Return a file that reads as plain Parquet, for pyarrow."""

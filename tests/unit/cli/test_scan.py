@@ -128,6 +128,35 @@ def test_a_plaintext_file_of_an_encrypted_table_names_the_key(run, config: Path,
     assert found["notes"]["fix"] == "tables.people.column_keys.pii: [notes]"
 
 
+def test_a_column_that_is_not_as_its_own_label_says_is_a_finding(run, config: Path, tmp_path: Path) -> None:
+    def write(name: str, label: str) -> None:
+        schema = pa.schema([pa.field("email", pa.string(), metadata={"class": label})])
+        pq.write_table(pa.table({"email": MAILS}, schema=schema), tmp_path / f"{name}.parquet")
+
+    write("plain", "pii")
+    config.write_text(CONFIGURATION.replace("    column_keys: {pii: [name]}\n", ""))
+    with Keytools.from_yaml(config) as keytools:
+        keytools.encrypt_file(tmp_path / "plain.parquet", tmp_path / "open.parquet")
+    config.write_text(CONFIGURATION.replace("[name]", "[email]"))
+    write("times", "times")
+    with Keytools.from_yaml(config) as keytools:
+        keytools.encrypt_file(tmp_path / "times.parquet", tmp_path / "pii.parquet")
+    classes = "classes: {pii: {key: pii}, times: {key: times}, open: plaintext}\n"
+    policy = "    unlabelled: open\n    labels_from: [arrow: {}]\n"
+    text = CONFIGURATION.replace("    column_keys: {pii: [name]}\n    unlisted_columns: plaintext\n", policy)
+    config.write_text(text + classes)
+    for name, protection, expected in (
+        ("plain", "plaintext", "'pii'"),
+        ("open", "plaintext", "'pii'"),
+        ("pii", "master key pii", "'times'"),
+    ):
+        found = findings_of(run("scan", tmp_path / f"{name}.parquet", "--config", config, "--json"))["email"]
+        assert found["protection"] == protection and expected in found["expected"] and "encrypt" in found["fix"]
+    write("typo", "pij")
+    done = run("scan", tmp_path / "typo.parquet", "--config", config)
+    assert done.exit_code == 1 and "no such class" in done.stderr
+
+
 def test_what_cannot_be_read_is_listed(run, config: Path, encrypted: Path, deny) -> None:
     deny("pii")
     done = run("scan", encrypted, "--config", config, "--json")
