@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -125,7 +125,7 @@ def scan_command(
         print_json(_document(report, findings, accepted, accepted_before, remedies))
     _show(report, findings, accepted, accepted_before, remedies)
     if fix and findings:
-        answer("\n".join(remedies.yaml_lines(findings)))
+        answer(remedies.yaml(findings))
     if findings or report.is_interrupted:
         raise typer.Exit(ExitStatus.NO)
     if not report.is_complete:
@@ -149,31 +149,27 @@ class _Remedies:
             return "Partition by another column: names of folders are readable."
         if finding.expected is not None:
             return f"The configuration has it under {finding.expected}: encrypt or rekey these files."
-        table, key, _ = self._line(finding)
-        return f"tables.{table}.column_keys.{key}: [{_scalar(finding.column)}]"
+        from parquet_keytools.config.document import as_yaml
 
-    def yaml_lines(self, findings: Sequence[Finding]) -> Iterator[str]:
-        """Yield lines to paste into a configuration."""
-        tables: dict[str, dict[str, list[str]]] = {}
-        listed: dict[str, list[str]] = {}
+        table, key, _ = self._line(finding)
+        return f"tables.{table}.column_keys.{key}: {as_yaml([finding.column])}"
+
+    def yaml(self, findings: Sequence[Finding]) -> str:
+        """Return lines to paste into a configuration."""
+        notes: list[str] = []
+        tables: dict[str, dict[str, dict[str, list[str]]]] = {}
         for finding in findings:
             if finding.protection == "names of folders" or finding.expected is not None:
-                yield f"# {printable(finding.column)}: {printable(self.text(finding))}"
+                notes.append(f"# {printable(finding.column)}: {printable(self.text(finding))}")
                 continue
             table, key, is_listed = self._line(finding)
-            columns = tables.setdefault(table, {}).setdefault(key, [])
+            columns = tables.setdefault(table, {}).setdefault("column_keys", {}).setdefault(key, [])
             if finding.column not in columns:
                 columns.append(finding.column)
-                listed.setdefault(table, []).extend([finding.column] if is_listed else [])
-        if tables:
-            yield "tables:"
-        for table, keys in tables.items():
-            yield f"  {_scalar(table)}:"
-            if listed[table]:
-                yield f"    # Take out of plaintext_columns: {printable(', '.join(listed[table]))}"
-            yield "    column_keys:"
-            for key, columns in keys.items():
-                yield f"      {_scalar(key)}: [{', '.join(map(_scalar, columns))}]"
+                notes += [f"# Take out of plaintext_columns: {printable(finding.column)}"] if is_listed else []
+        from parquet_keytools.config.document import as_yaml
+
+        return "\n".join([*notes, *([as_yaml({"tables": tables})] if tables else [])])
 
     def _line(self, finding: Finding) -> tuple[str, str, bool]:
         """Return table, key, and whether the table lists the column as plaintext."""
@@ -186,15 +182,6 @@ class _Remedies:
             (key for key in keys if re.search("pii|person", key, re.IGNORECASE)), keys[0] if keys else "pii"
         )
         return name, key, finding.column in settings.plaintext_columns
-
-
-def _scalar(text: str) -> str:
-    """Return a text as YAML has it."""
-    is_plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", text) and text.lower() not in _YAML_WORDS
-    return text if is_plain else json.dumps(text)
-
-
-_YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 
 
 # --- text ---
@@ -274,21 +261,17 @@ def _document(
             for finding, entry in accepted
         ],
         "baseline": {
-            "expired": [_entry_document(entry) for entry in baseline.expired],
-            "unmatched": [_entry_document(entry) for entry in baseline.unmatched],
+            "expired": [entry.model_dump(mode="json") for entry in baseline.expired],
+            "unmatched": [entry.model_dump(mode="json") for entry in baseline.unmatched],
         },
         "not_scanned": report.not_scanned,
         "left_out": [{"path": left.path, "reason": left.reason} for left in report.left_out],
-        "fix": "\n".join(remedies.yaml_lines(findings)),
+        "fix": remedies.yaml(findings),
     }
 
 
 def _finding_document(finding: Finding) -> dict[str, Any]:
     return {**finding.__dict__, "share": finding.share}
-
-
-def _entry_document(entry: Accepted) -> dict[str, Any]:
-    return {"column": entry.column, "kind": entry.kind, "reason": entry.reason, "expires": str(entry.expires)}
 
 
 def sarif_document(

@@ -200,6 +200,12 @@ def read_yaml(content: bytes | str) -> YamlDocument:
     return document
 
 
+def as_yaml(value: Any) -> str:
+    """Return YAML to paste into a configuration."""
+    text: str = yaml.safe_dump(value, default_flow_style=None, sort_keys=False, width=100)
+    return text.strip()
+
+
 def _decode(content: bytes | str) -> str:
     try:
         encoded = content.encode() if isinstance(content, str) else content

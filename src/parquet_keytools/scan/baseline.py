@@ -6,22 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from parquet_keytools.config.document import (
-    Mistake,
-    UnreadableYamlError,
-    YamlDocument,
-    configuration_error,
-    did_you_mean,
-    read_yaml,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
+
+from parquet_keytools.config.document import UnreadableYamlError, configuration_error, did_you_mean, read_yaml
+from parquet_keytools.config.loader import mistakes_of
 from parquet_keytools.scan.names import Kind
 from parquet_keytools.scan.scanner import Finding
 
 
-@dataclass(frozen=True)
-class Accepted:
+def _checked_date(value: Any) -> date:
+    try:
+        return date.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise ValueError("this is no date: write it as '2027-01-31'") from None
+
+
+def _checked_kind(value: Any) -> Kind:
+    if not isinstance(value, str) or value not in set(Kind):
+        raise ValueError(f"there is no such kind. {did_you_mean(str(value), map(str, Kind))}".strip())
+    return Kind(value)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Accepted(_Strict):
     """An entry of a baseline.
 
     Attributes:
@@ -32,9 +44,13 @@ class Accepted:
     """
 
     column: str
-    kind: Kind
-    reason: str
-    expires: date
+    kind: Annotated[Kind, BeforeValidator(_checked_kind)]
+    reason: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+    expires: Annotated[date, BeforeValidator(_checked_date)]
+
+
+class _File(_Strict):
+    accepted: tuple[Accepted, ...]
 
 
 @dataclass
@@ -73,49 +89,11 @@ def read_baseline(path: Path) -> Baseline:
         document = read_yaml(path.read_bytes())
     except UnreadableYamlError as error:
         raise configuration_error([error.mistake], file=str(path), lines={}) from None
-    entries, mistakes = _entries(document)
+    mistakes = list(document.mistakes)
+    try:
+        entries = _File.model_validate(document.value).accepted
+    except ValidationError as error:
+        mistakes += mistakes_of(error, _File, document.value)
     if mistakes:
         raise configuration_error(mistakes, file=str(path), lines=document.lines)
     return Baseline(entries)
-
-
-_FIELDS = ("column", "kind", "reason", "expires")
-
-
-def _entries(document: YamlDocument) -> tuple[list[Accepted], list[Mistake]]:
-    mistakes = list(document.mistakes)
-    listed = document.value.get("accepted") if isinstance(document.value, dict) else None
-    if not isinstance(listed, list) or len(document.value) != 1:
-        hint = f"Each entry has {', '.join(_FIELDS)}."
-        return [], [*mistakes, Mistake((), "a baseline has one list, `accepted`.", hint)]
-    entries = []
-    for position, entry in enumerate(listed):
-        found = list(_mistakes_of(entry, position))
-        mistakes += found
-        if not found:
-            expires = date.fromisoformat(entry["expires"])
-            entries.append(Accepted(entry["column"], Kind(entry["kind"]), entry["reason"], expires))
-    return entries, mistakes
-
-
-def _mistakes_of(entry: Any, position: int) -> list[Mistake]:
-    path = ("accepted", position)
-    if not isinstance(entry, dict):
-        return [Mistake(path, f"an entry has {', '.join(_FIELDS)}.")]
-    found = [
-        Mistake((*path, name), "there is no such field.", did_you_mean(name, _FIELDS))
-        for name in entry.keys() - {*_FIELDS}
-    ]
-    for name in _FIELDS:
-        if not isinstance(entry.get(name), str) or not entry[name].strip():
-            found.append(Mistake((*path, name) if name in entry else path, f"`{name}` is missing, or is no text."))
-    if isinstance(entry.get("kind"), str) and entry["kind"] not in set(map(str, Kind)):
-        found.append(
-            Mistake((*path, "kind"), "there is no such kind.", did_you_mean(entry["kind"], map(str, Kind)))
-        )
-    if isinstance(entry.get("expires"), str):
-        try:
-            date.fromisoformat(entry["expires"])
-        except ValueError:
-            found.append(Mistake((*path, "expires"), "this is no date.", "Write it as '2027-01-31'."))
-    return found

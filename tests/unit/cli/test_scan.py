@@ -353,10 +353,10 @@ def test_a_baseline_accepts_until_a_day(run, people: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reason": " "}, "`reason` is missing"),
+        ({"reason": " "}, "accepted[0].reason: this must not be empty"),
         ({"expires": "soon"}, "this is no date"),
         ({"kind": "emial"}, "Did you mean 'email'?"),
-        ({"until": "2999-12-31"}, "there is no such field"),
+        ({"until": "2999-12-31"}, "accepted[0].until: this field is not known"),
     ],
 )
 def test_a_wrong_baseline(run, people: Path, tmp_path: Path, changes: dict[str, str], message: str) -> None:
