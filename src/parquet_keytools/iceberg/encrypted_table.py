@@ -274,9 +274,10 @@ class EncryptedTable(CommittingTable):
 def _as_written(metadata: TableMetadata) -> TableMetadata:
     """Return metadata for PyIceberg's writers, with properties that all encrypted tables have; never stored.
 
-    Whatever a table says, names of files show no values of partitions.
+    Whatever a table says, names of files and summaries of snapshots show no values of partitions.
     """
-    properties = {**_PATIENCE, **metadata.properties, **HIDDEN_PARTITIONS}
+    no_summaries = {TableProperties.WRITE_PARTITION_SUMMARY_LIMIT: "0"}
+    properties = {**_PATIENCE, **metadata.properties, **HIDDEN_PARTITIONS, **no_summaries}
     return metadata.model_copy(update={"properties": properties})
 
 

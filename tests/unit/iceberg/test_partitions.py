@@ -65,6 +65,7 @@ def lake(tmp_path: Path) -> Lake:
     [
         {"write.object-storage.enabled": "false"},
         {"write.object-storage.partitioned-paths": "true"},
+        {"write.summary.partition-limit": "100"},
     ],
 )
 def test_no_property_puts_values_of_partitions_into_names(lake: Lake, properties: dict[str, str]) -> None:
