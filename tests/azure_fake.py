@@ -98,6 +98,7 @@ class Key:
     kty: str
     operations: tuple[str, ...]
     versions: list[Version] = field(default_factory=list)
+    tags: dict[str, str] = field(default_factory=dict)
 
     def add_version(self) -> Version:
         self.versions.append(Version(self.kty, 1_700_000_000 + len(self.versions)))
@@ -310,6 +311,11 @@ class FakeVault:
         if (verb, name.lower()) in self.denied:
             message = "Caller is not authorized to perform action on resource.\r\nAssignment: (not found)"
             raise RefusalError(403, "Forbidden", message, "ForbiddenByRbac")
+        if verb == "create":
+            # An existing key gets another version.
+            made = self.add_key(name, content["kty"], tuple(content["key_ops"]))
+            made.tags = content["tags"]
+            return {"key": {"kid": f"{self.url}/keys/{name}/{made.versions[-1].id}", "kty": made.kty}}
         key = self.keys.get(name.lower())
         if key is None:
             raise _missing(name)

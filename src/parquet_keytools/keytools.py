@@ -24,6 +24,7 @@ from parquet_keytools.files import conversion
 from parquet_keytools.files.denied_columns import SECRET_LENGTH_BITS, unwrapped_secret
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
+from parquet_keytools.files.tenant_keys import TenantKey, create_tenant_keys
 from parquet_keytools.keys.kek import Clock
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.rotation import rekeying
@@ -1086,6 +1087,44 @@ class Keytools(Summarised):
 
         location = FileLocation.resolve_all(path, filesystem)
         return scan(self._keys, location, table_name, sample=sample, on_file=on_file)
+
+    def create_tenant_keys(
+        self,
+        values: Collection[str],
+        *,
+        table_name: str | None = None,
+        placeholder: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        policy: Mapping[str, Any] | None = None,
+        on_key: Callable[[TenantKey], None] | None = None,
+    ) -> list[TenantKey]:
+        """Create the master keys of values of a placeholder in the KMS, as the templates of a table name them.
+
+        All values are checked before the first key is created. A master key that exists stays as it is. After an
+        error, repeat the call.
+
+        Args:
+            values: The values, such as names of tenants.
+            table_name: The table; not needed if there is only one.
+            placeholder: The placeholder; not needed if the table has only one.
+            tags: Tags, or labels, of the new keys; the placeholder in braces stands for the value.
+            policy: Their policy, in the form of the KMS, with the same placeholder.
+            on_key: Called after each key.
+
+        Raises:
+            ConfigurationError: The pattern refuses a value, or a value would name another key.
+            KmsConfigurationError: The backend cannot create master keys, or none with tags or a policy.
+            KmsError: The KMS refuses, or is unreachable.
+        """
+        return create_tenant_keys(
+            self._keys,
+            values,
+            table_name,
+            placeholder=placeholder,
+            tags=tags,
+            policy=policy,
+            on_key=on_key,
+        )
 
     def rotate(
         self,

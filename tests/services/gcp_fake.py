@@ -18,6 +18,7 @@ import grpc
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from google.cloud.kms_v1.types import (
+    CreateCryptoKeyRequest,
     CryptoKey,
     CryptoKeyVersion,
     DecryptRequest,
@@ -42,6 +43,7 @@ METHODS = {
     "Decrypt": (DecryptRequest, DecryptResponse),
     "GetCryptoKey": (GetCryptoKeyRequest, CryptoKey),
     "ListCryptoKeyVersions": (ListCryptoKeyVersionsRequest, ListCryptoKeyVersionsResponse),
+    "CreateCryptoKey": (CreateCryptoKeyRequest, CryptoKey),
 }
 PAGE_SIZE = 2
 
@@ -76,6 +78,7 @@ class Key:
     purpose: Any = CryptoKey.CryptoKeyPurpose.ENCRYPT_DECRYPT
     protection_level: Any = ProtectionLevel.SOFTWARE
     rotation_period: datetime.timedelta | None = None
+    labels: dict[str, str] = field(default_factory=dict)
 
     def add_version(self) -> None:
         self.versions.append(Version(len(self.versions) + 1))
@@ -266,6 +269,14 @@ class FakeGcpKms:
         primary = key.described(key.versions[key.primary - 1]) if key.primary else None
         rotation_period = key.rotation_period
         return CryptoKey(name=key.name, purpose=key.purpose, primary=primary, rotation_period=rotation_period)
+
+    def _CreateCryptoKey(self, request: CreateCryptoKeyRequest) -> CryptoKey:  # noqa: N802
+        name = f"{request.parent}/cryptoKeys/{request.crypto_key_id}"
+        if name in self.keys:
+            raise RefusalError("ALREADY_EXISTS", f"CryptoKey {name} already exists.")
+        key = self.keys[name] = Key(name, purpose=request.crypto_key.purpose)
+        key.labels = dict(request.crypto_key.labels)
+        return CryptoKey(name=name, purpose=key.purpose)
 
     def _ListCryptoKeyVersions(  # noqa: N802
         self, request: ListCryptoKeyVersionsRequest

@@ -31,6 +31,7 @@ from parquet_keytools.cli import (
     scan,
     serve,
     spark,
+    tenants,
 )
 from parquet_keytools.cli.options import with_flags
 from parquet_keytools.cli.output import ExitStatus, error_text, say, set_arguments, status_of
@@ -202,7 +203,8 @@ app.add_typer(keystore.app, name="keystore", epilog=EXIT_STATUS)
 app.add_typer(pkcs11.app, name="pkcs11", epilog=EXIT_STATUS)
 app.add_typer(spark.app, name="spark", epilog=EXIT_STATUS)
 app.add_typer(iceberg.app, name="iceberg", epilog=EXIT_STATUS)
-for _group in (app, keystore.app, pkcs11.app, spark.app, iceberg.app):
+app.add_typer(tenants.app, name="tenants", epilog=EXIT_STATUS)
+for _group in (app, keystore.app, pkcs11.app, spark.app, iceberg.app, tenants.app):
     for _command in _group.registered_commands:
         _command.epilog = EXIT_STATUS
 

@@ -21,6 +21,7 @@ from parquet_keytools.errors import (
     KmsError,
     KmsResponseInvalidError,
     KmsUnavailableError,
+    MasterKeyNotFoundError,
     MasterKeyNotTrustedError,
     WrappedKeyInvalidError,
     value_or_raise,
@@ -202,6 +203,9 @@ class KmsClient(ABC):
 
     raw_form_is_text: ClassVar[bool] = False
     """Whether the raw form is the wrapped key itself, as ASCII bytes."""
+
+    new_keys_have: ClassVar[frozenset[str]] = frozenset()
+    """What `create_master_key` takes for a new master key: `tags`, `policy`."""
 
     instance_id: str = "DEFAULT"
     """The setting `instance_id`, for the audit log."""
@@ -386,6 +390,38 @@ class KmsClient(ABC):
         with self._span("describe", [master_key_id]):
             return value_or_raise(self._outcome("describe", master_key_id, self._version_dates, master_key_id))
 
+    def create_master_key(
+        self, master_key_id: str, tags: Mapping[str, str] | None = None, policy: str | None = None
+    ) -> bool:
+        """Create a master key, unless there is one. Nothing else in this package creates one in a KMS.
+
+        Args:
+            master_key_id: Its identifier.
+            tags: Its tags, or labels; name -> value.
+            policy: Its policy, in the form of the KMS.
+
+        Returns:
+            Whether it was created; False if there is a master key with this identifier, enabled or not.
+
+        Raises:
+            KmsConfigurationError: The backend cannot create master keys, or none with tags or a policy.
+            KmsError: Another subclass gives the reason.
+        """
+        for what, given in (("tags", tags), ("policy", policy)):
+            if given and what not in self.new_keys_have:
+                detail = f"its master keys have no {what}"
+                raise KmsConfigurationError(detail, hint="Leave it out of the template.").about(
+                    self.backend, "create", master_key_id
+                )
+        with contextlib.suppress(MasterKeyNotFoundError):
+            self.describe(master_key_id)
+            return False
+        with self._span("create", [master_key_id]):
+            value_or_raise(
+                self._outcome("create", master_key_id, self._create_master_key, master_key_id, tags or {}, policy)
+            )
+        return True
+
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
         """Return the version of the master key that wrapped a key, or None where it is unknown.
 
@@ -460,6 +496,12 @@ class KmsClient(ABC):
     @abstractmethod
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         """Describe a master key, or raise `MasterKeyNotFoundError`."""
+
+    def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
+        """Create a master key that does not exist; a backend that can do so overrides this."""
+        raise KmsConfigurationError(
+            "this backend cannot create master keys", hint="Create it with the tools of the KMS."
+        )
 
     def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         """Return when versions were created; a KMS that says so overrides this."""

@@ -48,7 +48,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -697,6 +697,9 @@ class KeystoreKms(KmsClient):
             enabled_versions=tuple(enabled),
             origin="keystore",
         )
+
+    def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
+        self._keystore.create_key(master_key_id)
 
     def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         versions = self._keystore.open().master_key(master_key_id).versions

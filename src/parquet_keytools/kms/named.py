@@ -256,6 +256,14 @@ class NamedKmss(KmsClient):
         found = self._one("describe", master_key_id, lambda client, within: client.describe(within))
         return replace(found, master_key_id=with_name(self._split(master_key_id)[0], found.master_key_id))
 
+    def create_master_key(
+        self, master_key_id: str, tags: Mapping[str, str] | None = None, policy: str | None = None
+    ) -> bool:
+        """Create a master key; see `KmsClient.create_master_key`."""
+        return self._one(
+            "create", master_key_id, lambda client, within: client.create_master_key(within, tags, policy)
+        )
+
     def version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         """Return when each version was created; see `KmsClient.version_dates`."""
         return self._one("describe", master_key_id, lambda client, within: client.version_dates(within))

@@ -8,8 +8,9 @@ key without unwrapping it here. The raw form is the blob of a call without encry
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
@@ -67,6 +68,7 @@ class AwsKms(RemoteKmsClient):
     """
 
     backend = "aws"
+    new_keys_have = frozenset({"tags", "policy"})
     Settings = AwsSettings
     address_setting = "endpoint_url"
     certificates_setting = "ca_bundle"
@@ -211,6 +213,33 @@ class AwsKms(RemoteKmsClient):
             )
 
         return self._operation("describe").call(master_key_id, send)
+
+    def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
+        arn = KmsArn.parse(master_key_id)
+        alias = master_key_id if arn is None else f"alias/{arn.name}" if arn.kind == "alias" else ""
+        if not alias.startswith("alias/"):
+            hint = "Name new master keys by an alias, such as `alias/tenant-{tenant}`."
+            raise KmsConfigurationError("AWS KMS itself chooses the id of a key", hint=hint)
+        given = {"Policy": policy} if policy else {}
+
+        def create(seconds: float) -> None:
+            deadline = time.monotonic() + seconds
+            pairs = [{"TagKey": name, "TagValue": value} for name, value in tags.items()]
+            key = self._connection.call("create_key", deadline, Tags=pairs, **given)["KeyMetadata"]
+            made = KmsArn.parse(key.get("Arn"))
+            try:
+                if arn and (made is None or (made.account, made.region) != (arn.account, arn.region)):
+                    raise KmsConfigurationError("it is in another account or region than these credentials")
+                self._connection.call("create_alias", deadline, AliasName=alias, TargetKeyId=key["KeyId"])
+            except BaseException:
+                # Without its alias, it would stay and cost money.
+                with contextlib.suppress(Exception):
+                    self._connection.call(
+                        "schedule_key_deletion", deadline, KeyId=key["KeyId"], PendingWindowInDays=7
+                    )
+                raise
+
+        self._operation("create").call(master_key_id, create)
 
     def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         def send(seconds: float) -> dict[str | None, datetime]:

@@ -61,6 +61,7 @@ class AzureKms(RemoteKmsClient):
     """
 
     backend = "azure"
+    new_keys_have = frozenset({"tags"})
     Settings = AzureSettings
     wrapped_key_form = _WRAPPED_KEY
     address_setting = "vault_url"
@@ -159,6 +160,19 @@ class AzureKms(RemoteKmsClient):
             enabled_versions=None if versions is None else tuple(reversed(enabled)),
             origin=key.get("kty"),
         )
+
+    def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
+        is_hsm, algorithm = ".managedhsm." in self.settings.vault_url, self.settings.algorithm
+        if algorithm == "auto":
+            algorithm = "A256GCM" if is_hsm else "RSA-OAEP-256"
+        if algorithm == "RSA-OAEP-256":
+            key: dict[str, Any] = {"kty": "RSA-HSM" if is_hsm else "RSA", "key_size": 3072}
+        else:
+            key = {"kty": "oct-HSM", "key_size": 256}
+        key["key_ops"] = ["encrypt", "decrypt"] if algorithm == "A256GCM" else ["wrapKey", "unwrapKey"]
+        name = self._name(master_key_id)
+        create = partial(self._request, name, "create", content={**key, "tags": dict(tags)})
+        self._operation("create").call(master_key_id, lambda seconds: create(seconds=seconds))
 
     def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         versions = self._versions(self._operation("describe"), master_key_id)
@@ -274,7 +288,7 @@ class AzureKms(RemoteKmsClient):
         return checked_key(_decoded(answer.get("value")))
 
     def _request(
-        self, name: str, rest: str, seconds: float, content: Mapping[str, str] | None = None
+        self, name: str, rest: str, seconds: float, content: Mapping[str, object] | None = None
     ) -> dict[str, Any]:
         """Send a request about a master key; `rest` is the rest of the path, or the URL of a further page."""
         path = rest if rest.startswith("https:") else f"/keys/{name}/{rest}".rstrip("/")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Self
 from google.cloud.kms_v1 import KeyManagementServiceClient
 from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
 from google.cloud.kms_v1.types import (
+    CreateCryptoKeyRequest,
     CryptoKey,
     CryptoKeyVersion,
     DecryptRequest,
@@ -72,6 +73,7 @@ class GcpKms(RemoteKmsClient):
     """
 
     backend = "gcp"
+    new_keys_have = frozenset({"tags"})
     Settings = GcpSettings
     address_setting = "endpoint"
     certificates_setting = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
@@ -189,6 +191,14 @@ class GcpKms(RemoteKmsClient):
             enabled_versions=self._enabled_versions(operation, name, master_key_id),
             origin=_origin(key),
             rotates="rotation_period" in key,
+        )
+
+    def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
+        key_ring, _, name = self._key_name(master_key_id).rpartition("/cryptoKeys/")
+        key = CryptoKey(purpose=_ENCRYPT_DECRYPT, labels=tags)
+        request = CreateCryptoKeyRequest(parent=key_ring, crypto_key_id=name, crypto_key=key)
+        self._operation("create").call(
+            master_key_id, lambda seconds: self._connections.get().call("create_crypto_key", request, seconds)
         )
 
     def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -202,6 +202,9 @@ class Pkcs11Kms(RemoteKmsClient):
             )
 
         return self._operation("describe").call(master_key_id, read)
+
+    def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
+        self.create_key(master_key_id)
 
     def _in_sessions(
         self, name: str, requests: Sequence[R], use: Callable[[pkcs11.Session, dict[int, KeyVersion], R], T]

@@ -143,6 +143,13 @@ class VaultKms(RemoteKmsClient):
         read = partial(self._read_key, master_key_id)
         return self._operation("describe").call(master_key_id, read).description()
 
+    def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
+        path = f"/v1/{self.settings.mount_point}/keys/{master_key_id}"
+        content = {"type": _TYPES[0], "derived": self._context is not None}
+        self._operation("create").call(
+            master_key_id, lambda seconds: self._request("POST", path, seconds, content)
+        )
+
     def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         if not _is_key_name(master_key_id):
             raise _NO_KEY_NAME.error()
