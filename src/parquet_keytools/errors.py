@@ -446,13 +446,14 @@ class TableMismatch:
     """One difference between a file and its table.
 
     Attributes:
-        what: `algorithm`, `footer key`, `column key`, or `plaintext column`: a column that the table encrypts.
+        what: `algorithm`, `footer key`, `column key`; `plaintext column`: a column that the table encrypts; or
+            `column value`: a column whose value is not the value of the file's keys.
         column: Dotted path of the column; None if the difference concerns the whole file.
         wanted: What the table says.
         found: What the file says. An attacker may have chosen this text.
     """
 
-    what: Literal["algorithm", "footer key", "column key", "plaintext column"]
+    what: Literal["algorithm", "footer key", "column key", "plaintext column", "column value"]
     column: str | None
     wanted: str
     found: str
@@ -462,6 +463,8 @@ class TableMismatch:
             return f"the algorithm is {self.found}, and the table has {self.wanted}"
         if self.column is None:
             return f"the footer is under {self.found}, and the table has {self.wanted}"
+        if self.what == "column value":
+            return f"column {self.column[:200]!r} does not fit {self.wanted}: {self.found}"
         state = "in plaintext" if self.what == "plaintext column" else f"under {self.found}"
         return f"column {self.column[:200]!r} is {state}, and the table has {self.wanted}"
 

@@ -266,10 +266,10 @@ def _checked_pattern(text: str) -> str:
 class KeyValueSettings(StrictSettings):
     """Where the values of a placeholder in names of keys come from: an entry under `key_values`."""
 
-    source: Literal["partition", "argument"] = Field(
+    source: Literal["partition", "argument", "column"] = Field(
         alias="from",
         description="`partition`: folders such as `tenant=acme` in the path of each file. `argument`: the caller, "
-        "with key_values= or --set.",
+        "with key_values= or --set. `column`: the column of this name, which has one value in each file.",
     )
     pattern: Annotated[str, Field(min_length=1), AfterValidator(_checked_pattern)] = Field(
         description="A regular expression that matches the whole of each allowed value."
@@ -385,6 +385,11 @@ class TableSettings(StrictSettings):
         if self._labels.unlabelled is None:
             return self.unlisted_columns
         return "plaintext" if self._labels.unlabelled.key is None else "key"
+
+    @property
+    def value_columns(self) -> list[str]:
+        """The columns that give values to placeholders in names of keys."""
+        return [name for name, values in self.key_values.items() if values.source == "column"]
 
     @property
     def has_templates(self) -> bool:

@@ -24,6 +24,7 @@ from parquet_keytools.errors import (
     TableMismatch,
     WrappedKeyInvalidError,
 )
+from parquet_keytools.format.structs import ColumnMetaData
 from parquet_keytools.keys.key_material import (
     DataKeyId,
     KeyMaterial,
@@ -366,6 +367,7 @@ _RULE_OF = {
     "footer key": "wanted-keys",
     "column key": "wanted-keys",
     "plaintext column": "wanted-encryption",
+    "column value": "wanted-keys",
 }
 
 
@@ -391,9 +393,14 @@ def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: Fi
 
 
 def check_table_of_columns(
-    expectation: Expectation, envelope: Envelope, footer: OpenFooter, keys: FileKeys, book: RuleBook
+    expectation: Expectation,
+    envelope: Envelope,
+    footer: OpenFooter,
+    keys: FileKeys,
+    book: RuleBook,
+    kept: Mapping[str, Sequence[ColumnMetaData]] | None = None,
 ) -> None:
-    """Compare the columns of a file with what its table wants."""
+    """Compare the columns of a file with what its table wants; `kept` has the metadata of its value columns."""
     table = expectation.table
     if table is None:
         return
@@ -429,11 +436,31 @@ def check_table_of_columns(
     try:
         of_file = table.for_file(expectation.path, [footer_key, *(column.key for column in seen)])
         _note(of_file.column_mismatches(footer_key, seen), table, book)
+        if envelope.algorithm is not None:
+            _check_values(of_file, footer, kept or {}, book)
     except ConfigurationError as error:
         for rule_id in ("wanted-keys", "wanted-encryption"):
             book.not_checked(rule_id, str(error))
     if any(column.encryption is not ColumnEncryption.PLAINTEXT for column in seen):
         book.holds("wanted-keys", "wanted-encryption")
+
+
+def _check_values(
+    table: TableCheck, footer: OpenFooter, kept: Mapping[str, Sequence[ColumnMetaData]], book: RuleBook
+) -> None:
+    """Compare the values of columns with the keys of the file, which depend on them."""
+    from parquet_keytools.files.column_values import ColumnValue, value_of_chunks
+
+    ordinals = {column.name: column.ordinal for column in footer.columns}
+    values: dict[str, ColumnValue] = {}
+    for name in table.settings.value_columns:
+        if name not in ordinals:
+            values[name] = ColumnValue(problem=f"there is no column {name!r} at the top level")
+        elif len(kept.get(name, ())) == len(footer.row_groups):
+            values[name] = value_of_chunks(name, footer.metadata.schema, ordinals[name], kept[name])
+        else:
+            book.not_checked("wanted-keys", f"column {name!r}: its metadata cannot be read")
+    _note(table.value_mismatches(values), table, book)
 
 
 def _key(

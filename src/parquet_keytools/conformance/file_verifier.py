@@ -7,7 +7,7 @@ import hmac
 import struct
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parquet_keytools.conformance.chunk_layout import (
@@ -283,7 +283,12 @@ _BROKEN = (ModuleType.COLUMN_META_DATA, "broken")
 class MetadataReader:
     """Reads the metadata of chunks, and checks the rules about it."""
 
-    def __init__(self, envelope: Envelope, footer: OpenFooter, book: RuleBook) -> None:
+    def __init__(
+        self, envelope: Envelope, footer: OpenFooter, book: RuleBook, keeps: Collection[str] = ()
+    ) -> None:
+        """Make one that keeps, in `kept`, the readable metadata of columns with the dotted paths in `keeps`."""
+        self.kept: defaultdict[str, list[ColumnMetaData]] = defaultdict(list)
+        self._keeps = keeps
         self._envelope = envelope
         self._footer = footer
         self._book = book
@@ -323,6 +328,8 @@ class MetadataReader:
             self._book.scope_not_checked(Scope.COLUMN, f"{column.name!r}: the metadata of a chunk cannot be read")
             return None
         ciphers.held.add("metadata-path")
+        if column.name in self._keeps and found is not None and (hidden is None or found is not visible):
+            self.kept[column.name].append(found)
         if visible is None or found is None or found is visible:
             return numbers
         if self._envelope.mode is FooterMode.PLAINTEXT_FOOTER:
@@ -625,7 +632,7 @@ class _FileVerifier:
         if footer is None:
             return _FILE_IS_LOST
         self._columns(envelope, footer, opened)
-        check_table_of_columns(self._expectation, envelope, footer, self._keys, self._book)
+        check_table_of_columns(self._expectation, envelope, footer, self._keys, self._book, self._kept)
         # What a footer says that is not authentic is of no use to readers.
         return self._damage(len(footer.row_groups)) if opened.is_authentic else _FILE_IS_LOST
 
@@ -650,7 +657,10 @@ class _FileVerifier:
 
     def _columns(self, envelope: Envelope, footer: OpenFooter, opened: OpenedEnvelope | None) -> None:
         self._ciphers = self._column_ciphers(envelope, footer, opened)
-        reader = MetadataReader(envelope, footer, self._book)
+        table = self._expectation.table
+        reader = MetadataReader(
+            envelope, footer, self._book, keeps=() if table is None else table.settings.value_columns
+        )
         for row_group_ordinal, chunks in enumerate(footer.chunks):
             for ordinal, ciphers in self._ciphers.items():
                 chunk = Chunk(ciphers, row_group_ordinal)
@@ -666,6 +676,7 @@ class _FileVerifier:
                 if is_readable:
                     self._walkable[key] = chunk
                 self._regions += chunk_regions(chunks[ordinal], numbers, *key, self._book)
+        self._kept = reader.kept
         self._unusable = check_layout(self._regions, envelope.footer_offset, self._book)
         if envelope.mode is not FooterMode.UNENCRYPTED:
             check_row_groups(footer, self._metadata, self._regions, self._book)

@@ -186,6 +186,7 @@ def rekey_file(
         data = as_verified(opened, opened_source)
         leaves = [leaf.path for leaf in opened.footer.leaves]
         policy = new_keys.policy(new_table_name, leaves, labels_of_footer(opened.footer), key_values)
+        policy = policy.with_column_values(opened.footer, opened.deks)
         with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
             encryption, key_material = new_file_encryption(new_keys, policy, target)
             with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
@@ -270,7 +271,7 @@ def policy_of(
         keys.policy(table_name, list(with_partitions), labels).check_partition_columns(names)
     policy = keys.policy(table_name, paths, labels, key_values)
     policy.refuse_folder_names(folder_names)
-    return policy
+    return policy.with_column_values(footer)
 
 
 def new_file_encryption(

@@ -33,8 +33,10 @@ from parquet_keytools.encryption.aad import (
     expected_aad_prefix,
 )
 from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
+from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, value_or_raise
+from parquet_keytools.files.column_values import ColumnValue, column_value
 from parquet_keytools.files.denied_columns import with_digests
 from parquet_keytools.files.opened_file import (
     FileIdentities,
@@ -64,6 +66,15 @@ from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
 
+def no_one_value(path: str, problem: str) -> ConfigurationError:
+    """Return the error for a file whose column does not give it one value."""
+    return ConfigurationError(
+        f"{path}: {problem}, and the keys of a file depend on its one value.",
+        hint="Write the rows of each value to a file of their own, with statistics; or use `from: partition`, and "
+        "`write_dataset` with `partitioning`.",
+    )
+
+
 @dataclass(frozen=True)
 class TablePolicy:
     """The policy of a table for one schema.
@@ -74,6 +85,7 @@ class TablePolicy:
         columns: Leaf path -> its key.
         master_key_ids: Name of a master key -> identifier in the KMS; of a template, the template of it.
         key_values: Placeholder -> value that the caller gives.
+        column_values: Placeholder -> value of the column of this name; None in a file without rows.
     """
 
     table_name: str
@@ -81,6 +93,7 @@ class TablePolicy:
     columns: Mapping[ColumnPath, ChosenKey]
     master_key_ids: Mapping[str, str]
     key_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    column_values: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
 
     @property
     def plaintext_columns(self) -> tuple[str, ...]:
@@ -92,6 +105,28 @@ class TablePolicy:
         used = {self.table.footer_key, *(key.key_name for key in self.columns.values())}
         used = {name for name in used if name is not None and not placeholders(name)}
         return sorted({master_key_id for name, master_key_id in self.master_key_ids.items() if name in used})
+
+    def with_column_values(
+        self, footer: Footer, deks: Mapping[ColumnPath, SecretBytes] | None = None
+    ) -> TablePolicy:
+        """Return the policy for the file with this footer, if keys depend on values of its columns.
+
+        Args:
+            footer: The footer, plaintext or authenticated.
+            deks: The DEKs of its columns.
+
+        Raises:
+            ConfigurationError: A column has no value, or more than one.
+        """
+        values: dict[str, str | None] = {}
+        for name in self.table.value_columns:
+            found = column_value(footer, name, deks or {}) or ColumnValue(
+                problem=f"column {name!r} has no key here"
+            )
+            if found.problem:
+                raise no_one_value(footer.path, found.problem)
+            values[name] = found.value
+        return dataclasses.replace(self, column_values=values) if values else self
 
     def check_partition_columns(self, names: Collection[str]) -> None:
         """Refuse to partition by columns that `column_keys` covers: names of folders are readable.
@@ -238,22 +273,26 @@ class KeyService:
             return policy
         values: dict[str, str] = {}
         for placeholder, setting in policy.table.key_values.items():
-            given = policy.key_values.get(placeholder)
+            given = {policy.key_values.get(placeholder), policy.column_values.get(placeholder)} - {None}
             in_path = values_in_folders(str(location), placeholder)
-            found = in_path | (set() if given is None else {given})
+            found = in_path | {value for value in given if value is not None}
             if len(found) > 1:
                 shown = ", ".join(repr(value[:200]) for value in sorted(found))
                 raise ConfigurationError(
-                    f"{location}: the values of {placeholder} in its folders and in the argument differ: {shown}.",
+                    f"{location}: the values of {placeholder} in its folders, its column and the argument differ: "
+                    f"{shown}.",
                     hint="Each file has one value, and so one key.",
                 )
-            if not found or (setting.source == "partition" and not in_path):
-                how = (
-                    f"Write it into a folder `{placeholder}=VALUE`, or partition by {placeholder}."
-                    if setting.source == "partition"
-                    else f'Give key_values={{"{placeholder}": VALUE}}, or --set {placeholder}=VALUE, which does '
-                    "not go with --in-place."
-                )
+            if (
+                not found
+                or (setting.source == "partition" and not in_path)
+                or (setting.source == "column" and placeholder not in policy.column_values)
+            ):
+                how = {
+                    "partition": f"Write it into a folder `{placeholder}=VALUE`, or partition by {placeholder}.",
+                    "argument": f'Give key_values={{"{placeholder}": VALUE}}, or --set {placeholder}=VALUE.',
+                    "column": f"Write rows with a value of the column {placeholder!r}.",
+                }[setting.source]
                 raise ConfigurationError(
                     f"{location} has no value of {placeholder}, on which its keys depend.", hint=how
                 )

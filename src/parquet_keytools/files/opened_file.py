@@ -37,6 +37,7 @@ from parquet_keytools.errors import (
     ReusedKeysError,
     TableMismatchError,
 )
+from parquet_keytools.files.column_values import column_value
 from parquet_keytools.files.table_check import KeySource, SeenColumn, TableCheck, seen_key
 from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.keys.key_material import KeyMaterial
@@ -222,6 +223,7 @@ class _Opening:
     retriever: FileKeyRetriever
     prefix: AadPrefix = None
     columns: Sequence[FooterColumn] = ()
+    table_check: TableCheck | None = None
 
     @contextlib.contextmanager
     def errors_of_this_file(self) -> Iterator[None]:
@@ -328,7 +330,9 @@ def open_files(
         for opening, footer in zip(openings, footers, strict=True):
             if table_check is not None:
                 with opening.errors_of_this_file():
-                    check_column_keys(table_check, str(opening.location), footer, opening.retriever)
+                    opening.table_check = check_column_keys(
+                        table_check, str(opening.location), footer, opening.retriever
+                    )
             is_plaintext = footer.mode is FooterMode.UNENCRYPTED
             opening.columns = footer.columns if is_plaintext else wanted(footer.columns)
         kms_keys.fetch(
@@ -340,7 +344,7 @@ def open_files(
             _open_columns(
                 OpenedFile(opening.location, footer, opening.tail, opening.retriever, kms_keys, {}, {}),
                 opening.columns,
-                table_check,
+                opening.table_check,
             )
             for opening, footer in zip(openings, footers, strict=True)
         ]
@@ -403,17 +407,20 @@ def check_footer_key(table_check: TableCheck, path: str, envelope: FooterEnvelop
         table_check.refuse(path, table_check.footer_mismatches(envelope.algorithm, key))
 
 
-def check_column_keys(table_check: TableCheck, path: str, footer: Footer, keys: KeySource) -> None:
+def check_column_keys(table_check: TableCheck, path: str, footer: Footer, keys: KeySource) -> TableCheck:
     """Refuse an encrypted file whose columns are not under their table's keys, before these are unwrapped.
 
     A column whose key metadata is not valid is skipped: it cannot be read.
+
+    Returns:
+        The comparison for this file; see `TableCheck.for_file`.
 
     Raises:
         TableMismatchError: A key is not the table's, or a column is in plaintext and the table has a key for it.
         ConfigurationError: The table has two keys for one of the columns.
     """
     if footer.mode is FooterMode.UNENCRYPTED or not footer.row_groups:
-        return
+        return table_check
     seen = []
     for column in footer.columns:
         key = None
@@ -426,6 +433,26 @@ def check_column_keys(table_check: TableCheck, path: str, footer: Footer, keys: 
     footer_key = seen_key(keys, footer.key_metadata, None)
     table_check = table_check.for_file(path, [footer_key, *(column.key for column in seen)])
     table_check.refuse(path, table_check.column_mismatches(footer_key, seen))
+    check_column_values(table_check, path, footer, {})
+    return table_check
+
+
+def check_column_values(
+    table_check: TableCheck, path: str, footer: Footer, deks: Mapping[tuple[str, ...], SecretBytes]
+) -> None:
+    """Refuse a file whose columns have another value than its keys, as far as their statistics are readable.
+
+    Args:
+        table_check: The comparison for this file; see `TableCheck.for_file`.
+        path: The path of the file.
+        footer: Its footer.
+        deks: DEKs of its columns.
+
+    Raises:
+        TableMismatchError: A column has another value, several values or nulls, or incomplete statistics.
+    """
+    found = {name: column_value(footer, name, deks) for name in table_check.settings.value_columns}
+    table_check.refuse(path, table_check.value_mismatches({k: v for k, v in found.items() if v is not None}))
 
 
 def _with_own_key(columns: Iterable[FooterColumn]) -> list[FooterColumn]:
@@ -466,6 +493,8 @@ def _open_columns(
             name_place(error, opened.location, footer.columns)
             opened.denied[column.path] = error
             opened.deks.pop(column.path, None)
+    if table_check is not None and footer.mode is not FooterMode.UNENCRYPTED:
+        check_column_values(table_check, str(opened.location), footer, opened.deks)
     return dataclasses.replace(opened, refused=refused, not_wanted=not_wanted)
 
 
@@ -474,7 +503,6 @@ def _is_refused(opened: OpenedFile, column: FooterColumn, error: KeytoolsError, 
     material = opened.retriever.material(column.key_metadata)
     key = seen_key(opened.retriever, column.key_metadata, column.path)
     paths = [leaf.path for leaf in opened.footer.columns]
-    table_check = table_check.for_file(str(opened.location), [key])
     return (
         material is not None
         and table_check.names_key(column.path, paths, key)

@@ -41,6 +41,7 @@ from parquet_keytools.errors import (
     TableMismatch,
     TableMismatchError,
 )
+from parquet_keytools.files.column_values import ColumnValue
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.runtime.presentation import is_url
 from parquet_keytools.storage.locations import FileLocation
@@ -130,6 +131,7 @@ class TableCheck:
         self._moves = [*moved_master_key_ids(configuration), *moves]
         self._trust = trust
         self._of_values: dict[tuple[tuple[str, str], ...], TableCheck] = {}
+        self._values: Mapping[str, str] = {}
         self._set_keys({name: resolve_key(configuration, name) for _, name in table.key_names()}, {})
 
     def _set_keys(self, keys: dict[str, KeyReference], of_values: Mapping[str, KeyReference]) -> None:
@@ -152,8 +154,9 @@ class TableCheck:
     def for_file(self, path: str, seen: Iterable[KeyReference | None]) -> TableCheck:
         """Return the comparison with the table, with the keys of the values that a file has.
 
-        A value comes from the folders in the path of the file; with `from: argument`, from the master keys that
-        the file names. All of them must agree. A template without one value has no key, and matches no file.
+        A value comes from the folders in the path of the file; with `from: argument` and `from: column`, from the
+        master keys that the file names. All of them must agree. A template without one value has no key, and
+        matches no file.
 
         Args:
             path: The path of the file.
@@ -166,7 +169,7 @@ class TableCheck:
         values: dict[str, str] = {}
         for placeholder, setting in self.settings.key_values.items():
             found = values_in_folders(path, placeholder)
-            if setting.source == "argument":
+            if setting.source != "partition":
                 templates = [
                     _id_of(self._keys[name]) for name in self._keys if placeholders(name) == [placeholder]
                 ]
@@ -187,6 +190,7 @@ class TableCheck:
                 keys = {}
             check = copy.copy(self)
             check._set_keys(self._keys, keys)
+            check._values = dict(values)
             if self._trust is not None:
                 self._trust(key.master_key_id for key in keys.values())
             if len(self._of_values) >= _MOST_VALUES:
@@ -320,6 +324,21 @@ class TableCheck:
             if key not in wanted.trusted:
                 found.append(TableMismatch("column key", ".".join(column.path), wanted.text, _text(key)))
         return found
+
+    def value_mismatches(self, values: Mapping[str, ColumnValue]) -> list[TableMismatch]:
+        """Return which columns have another value than the keys of the file.
+
+        Args:
+            values: Columns of `key_values` -> the value that they have in the file; the file must have been passed
+                to `for_file`.
+        """
+        mismatches = []
+        for name, found in values.items():
+            wanted = self._values.get(name)
+            if found.problem or found.value not in (None, wanted):
+                what = found.problem or "it has another value"
+                mismatches.append(TableMismatch("column value", name, f"the keys of {wanted!r}", what))
+        return mismatches
 
     def refuse(self, path: str, mismatches: Sequence[TableMismatch]) -> None:
         """Raise `TableMismatchError` if there are any mismatches."""

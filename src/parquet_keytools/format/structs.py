@@ -358,6 +358,20 @@ class ColumnMetaData(Record):
 _PATH_IN_SCHEMA = ColumnMetaData.path_in_schema.field_id
 
 
+class Statistics(Record):
+    """The least and the greatest value of a chunk, in the plain encoding, and how many values are null."""
+
+    null_count = Optional(3, I64)
+    max_value = Optional(5, BINARY)
+    min_value = Optional(6, BINARY)
+
+
+class ChunkStatistics(Record):
+    """The part of `ColumnMetaData` that says which values a chunk has; few readers need it."""
+
+    statistics = Optional(12, nested(Statistics))
+
+
 class ColumnChunk(Record):
     """A column chunk: where it lies, and how it is encrypted."""
 

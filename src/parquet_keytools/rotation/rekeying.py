@@ -198,6 +198,7 @@ class _Rekeying:
         location, footer = opened.location, opened.footer
         leaves = [leaf.path for leaf in footer.leaves]
         policy = self._new_keys.policy(self._request.new_table_name, leaves, labels_of_footer(footer))
+        policy = policy.with_column_values(footer, opened.deks)
         suffix = new_reference_suffix() if existing_key_materials(location) else ""
         new = self._new_keys.new_file_keys(policy, location, suffix)
         is_external = new.key_materials is not None or opened.retriever.key_materials is not None

@@ -37,16 +37,7 @@ from parquet_keytools.files.field_labels import labels_of_footer
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, open_files
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, names_in_folders, seen_key
-from parquet_keytools.format.structs import (
-    BINARY,
-    I32,
-    I64,
-    ColumnMetaData,
-    Optional,
-    Record,
-    SchemaElement,
-    nested,
-)
+from parquet_keytools.format.structs import I32, ChunkStatistics, ColumnMetaData, Optional, Record, SchemaElement
 from parquet_keytools.runtime.presentation import install_hint
 from parquet_keytools.runtime.working_threads import end
 from parquet_keytools.scan.names import Kind, kinds_by_name
@@ -547,16 +538,6 @@ class _Element(Record):
     converted_type = Optional(6, I32)
 
 
-class _Statistics(Record):
-    null_count = Optional(3, I64)
-    max_value = Optional(5, BINARY)
-    min_value = Optional(6, BINARY)
-
-
-class _Metadata(Record):
-    statistics = Optional(12, nested(_Statistics))
-
-
 _LOGICAL_TYPE = 10
 _STRING, _ENUM, _DATE, _TIMESTAMP, _INTEGER, _JSON = 1, 4, 6, 8, 10, 12
 _INT32, _INT64, _INT96, _FLOAT, _DOUBLE, _BYTE_ARRAY, _FIXED = range(1, 8)
@@ -597,7 +578,7 @@ def _type_class(element: SchemaElement) -> TypeClass:
 
 def _statistics(chunk: ColumnMetaData, element: SchemaElement) -> list[Value]:
     """Return the least and the greatest value of a chunk, as far as they are stated and can be decoded."""
-    stated = _Metadata(chunk.struct).statistics
+    stated = ChunkStatistics(chunk.struct).statistics
     found: list[Value] = []
     for data in () if stated is None else (stated.min_value, stated.max_value):
         with contextlib.suppress(ValueError, struct.error, OverflowError):

@@ -22,11 +22,11 @@ from parquet_keytools.encryption.aad import (
     WRITE_LARGER_ROW_GROUPS,
     refuse_more_than_ordinals,
 )
-from parquet_keytools.encryption.file_encryptor import StreamedFile
+from parquet_keytools.encryption.file_encryptor import StreamedFile, read_plaintext_footer
 from parquet_keytools.errors import FormatLimitError, OutputError
 from parquet_keytools.files.conversion import new_file_encryption
 from parquet_keytools.files.field_labels import LabelsOfData, labels_of_schema
-from parquet_keytools.files.key_service import TablePolicy
+from parquet_keytools.files.key_service import TablePolicy, no_one_value
 from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
 from parquet_keytools.runtime.endings import ExceptionWatch
 from parquet_keytools.runtime.fork_safety import OwnerProcess, leave_to_parent
@@ -335,7 +335,9 @@ class _ByModuleEncryptor:
         schema: pa.Schema,
         options: Mapping[str, Any],
     ) -> None:
-        encryption, self._new = new_file_encryption(encryptor.keys, policy, pending.target)
+        self._keys = encryptor.keys
+        self._policy = policy
+        self._pending = pending
         self._path = str(pending.target)
         self._whole_schema = schema
         self._options = options
@@ -343,14 +345,33 @@ class _ByModuleEncryptor:
         self._plain_schema = schema.remove_metadata()
         self._plain_options = {**options, "store_schema": False}
         self._entries: dict[Any, Any] = {}
-        template = self._template()
+        self._first = self._template()
         self._opened = contextlib.ExitStack()
+        self._file: StreamedFile | None = None
+        if not policy.table.value_columns:
+            self._begin(policy)
+
+    def _begin(self, policy: TablePolicy) -> StreamedFile:
+        """Begin the file, with the keys of the values that its columns have."""
+        encryption, self._new = new_file_encryption(self._keys, policy, self._pending.target)
+        self._policy = policy
         try:
-            sink = self._opened.enter_context(pending.open_sink())
-            self._file = StreamedFile(sink, encryption, template)
+            sink = self._opened.enter_context(self._pending.open_sink())
+            self._file = StreamedFile(sink, encryption, self._first)
         except BaseException:
             self._opened.close()
             raise
+        return self._file
+
+    def _for(self, row_group: BufferSource) -> StreamedFile:
+        """Return the file for its next row group, which must have the values of the earlier ones."""
+        policy = self._policy
+        if policy.table.value_columns:
+            policy = policy.with_column_values(read_plaintext_footer(row_group))
+            if self._file is not None and policy.column_values != self._policy.column_values:
+                columns = ", ".join(policy.table.value_columns)
+                raise no_one_value(self._path, f"a row group has another value of {columns} than the first")
+        return self._file or self._begin(policy)
 
     def _template(self) -> BufferSource:
         def write_nothing(writer: pq.ParquetWriter) -> None:
@@ -372,20 +393,23 @@ class _ByModuleEncryptor:
         size = min(table.num_rows, MAX_ROW_GROUP_ROWS) if row_group_size is None else row_group_size
         for start in range(0, max(table.num_rows, 1), max(size, 1)):
             part = table.slice(start, size)
-            self._file.append(
-                self._in_memory(
-                    self._plain_schema,
-                    self._plain_options,
-                    lambda writer, part=part: writer.write_table(part, max(part.num_rows, 1)),  # type: ignore[misc]
-                )
+            if self._policy.table.value_columns and not part.num_rows:
+                continue
+            row_group = self._in_memory(
+                self._plain_schema,
+                self._plain_options,
+                lambda writer, part=part: writer.write_table(part, max(part.num_rows, 1)),  # type: ignore[misc]
             )
+            self._for(row_group).append(row_group)
 
     def add_key_value_metadata(self, entries: Mapping[Any, Any]) -> None:
         self._entries.update(entries)
 
     def finish(self) -> NewKeyMaterial:
+        template = self._template()
+        file = self._file or self._for(template)
         with self._opened:
-            self._file.finish(self._template())
+            file.finish(template)
         return self._new
 
     def abandon(self) -> None:

@@ -2,10 +2,12 @@
 
 import base64
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from pyspark.sql.types import StringType, StructField, StructType
@@ -333,3 +335,170 @@ def test_each_tenant_takes_one_call(tmp_path: Path) -> None:
     keytools.clear_caches()
     assert keytools.read_table(tmp_path / "d").num_rows == 60
     assert kms.calls == 2 * (20 + 1)
+
+
+# --- from a column ---
+
+ONE = DATA.filter(pc.field("tenant") == "acme")
+TWO = DATA
+
+
+def of_column(*, keys: Any = KEYS, under: str = "plaintext", **table: Any) -> Keytools:
+    """A table whose value column is in plaintext, under the footer key, or under the tenant's own key."""
+    column_keys = {"tenant-{tenant}": ["email", "tenant"] if under == "own" else ["email"]}
+    plaintext = ["day", "tenant"] if under == "plaintext" else ["day"]
+    if under == "footer":
+        column_keys |= {"footer": ["tenant"]}
+    return make("column", keys=keys, **{"column_keys": column_keys, "plaintext_columns": plaintext, **table})
+
+
+WITHOUT_BOLT = {name: key for name, key in KEYS.items() if name != "prod/bolt"}
+PLACES = [
+    {"under": under, "plaintext_footer": plaintext_footer}
+    for under in ("plaintext", "footer", "own")
+    for plaintext_footer in (False, True)
+]
+
+
+def ways_to_write(keytools: Keytools, data: pa.Table, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Return each way to write a file of a table, by name."""
+    plain = folder.parent / f"plain-{folder.name}.parquet"
+    pq.write_table(data, plain, row_group_size=1)
+
+    def in_place() -> None:
+        shutil.copy(plain, folder / "i.parquet")
+        try:
+            keytools.encrypt_in_place(folder / "i.parquet")
+        except KeytoolsError:
+            assert pq.read_table(folder / "i.parquet").equals(data)
+            (folder / "i.parquet").unlink()
+            raise
+
+    def by_writer() -> None:
+        with keytools.writer(folder / "w.parquet", data.schema) as writer:
+            writer.write_table(data.slice(0, 0))
+            for start in range(data.num_rows):
+                writer.write_table(data.slice(start, 1))
+
+    return {
+        "write_table": lambda: keytools.write_table(data, folder / "t.parquet"),
+        "row groups": lambda: keytools.write_table(data, folder / "r.parquet", row_group_size=1),
+        "writer": by_writer,
+        "write_dataset": lambda: keytools.write_dataset(data, folder / "d"),
+        "filesystem": lambda: pq.write_table(data, str(folder / "f.parquet"), filesystem=keytools.filesystem()),
+        "encrypt_file": lambda: keytools.encrypt_file(plain, folder / "e.parquet"),
+        "encrypt_in_place": in_place,
+    }
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_value_is_in_a_column(tmp_path: Path, place: dict[str, Any]) -> None:
+    keytools = of_column(**place)
+    folder = tmp_path / "events"
+    folder.mkdir()
+    for write in ways_to_write(keytools, ONE, folder).values():
+        write()
+    keytools.rekey_file(folder / "t.parquet", folder / "k.parquet")
+    keytools.rekey_in_place(folder / "w.parquet")
+    files = list(folder.rglob("*.parquet"))
+    assert len(files) == 8
+    only_acme = of_column(keys=WITHOUT_BOLT, **place)
+    for file in files:
+        assert only_acme.read_table(file, filters=[("day", ">", 0)]).num_rows == 2
+    assert keytools.verify_folder(folder).conforms
+
+
+BAD = {
+    "two": TWO,
+    "null": pa.table({"tenant": ["acme", None], "email": ["a", "b"], "day": [1, 2]}),
+    "only null": pa.table({"tenant": pa.array([None], pa.string()), "email": ["a"], "day": [1]}),
+    "refused": pa.table({"tenant": ["ACME"], "email": ["a"], "day": [1]}),
+    "no rows": ONE.slice(0, 0),
+    "no column": ONE.drop_columns(["tenant"]),
+    "a float": pa.table({"tenant": [1.0], "email": ["a"], "day": [1]}),
+    "a list": pa.table({"tenant": [["acme"]], "email": ["a"], "day": [1]}),
+    "long": pa.table({"tenant": ["x" * 65], "email": ["a"], "day": [1]}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_without_one_value_is_not_written(tmp_path: Path, name: str) -> None:
+    keytools = of_column()
+    folder = tmp_path / "events"
+    folder.mkdir()
+    # pyarrow's writer makes no file of an empty data set.
+    for way, write in ways_to_write(keytools, BAD[name], folder).items():
+        if (name, way) == ("no rows", "write_dataset"):
+            continue
+        with pytest.raises((ConfigurationError, pa.ArrowInvalid)) as caught:
+            write()
+        assert "tenant" in str(caught.value), way
+        assert not [path for path in folder.rglob("*") if path.is_file()], way
+
+
+def test_the_error_says_how_to_split(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="rows of each value"):
+        of_column().write_table(TWO, tmp_path / "x.parquet")
+
+
+def test_a_column_without_statistics_gives_no_value(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="statistics"):
+        of_column().write_table(ONE, tmp_path / "x.parquet", write_statistics=["day"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_values_of_column_path_and_argument_must_agree(tmp_path: Path) -> None:
+    (tmp_path / "tenant=bolt").mkdir()
+    for path, key_values in [(tmp_path / "x.parquet", "bolt"), (tmp_path / "tenant=bolt" / "x.parquet", "acme")]:
+        with pytest.raises(ConfigurationError, match="differ"):
+            of_column().write_table(ONE, path, key_values={"tenant": key_values})
+        assert not path.exists()
+    of_column().write_table(ONE.slice(0, 0), tmp_path / "empty.parquet", key_values={"tenant": "acme"})
+    assert of_column().read_table(tmp_path / "empty.parquet").num_rows == 0
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.int64(), pa.int32(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())]
+)
+def test_values_may_be_integers(tmp_path: Path, kind: pa.DataType) -> None:
+    values = pa.array([4711, 4711], pa.int64()).cast(pa.int32() if kind == pa.int32() else pa.int64())
+    if not pa.types.is_integer(kind):
+        values = values.cast(pa.string()).cast(kind)
+    data = pa.table({"tenant": values, "email": ["a", "b"], "day": [1, 2]})
+    keytools = of_column(keys={**KEYS, "prod/4711": KEYS["footer"]})
+    keytools.write_table(data, tmp_path / "x.parquet")
+    assert keytools.read_table(tmp_path / "x.parquet")["tenant"].cast(pa.string()).to_pylist() == ["4711"] * 2
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_file_whose_column_has_the_value_of_another_tenant_is_refused(
+    tmp_path: Path, place: dict[str, Any]
+) -> None:
+    # A writer with the same keys, and another idea of the value.
+    table = {"column_keys": {"tenant-{tenant}": ["email"]}, "plaintext_columns": ["day", "tenant"]}
+    if place["under"] == "own":
+        table = {"column_keys": {"tenant-{tenant}": ["email", "tenant"]}, "plaintext_columns": ["day"]}
+    if place["under"] == "footer":
+        table = {"column_keys": {"tenant-{tenant}": ["email"], "footer": ["tenant"]}, "plaintext_columns": ["day"]}
+    other = make("argument", plaintext_footer=place["plaintext_footer"], **table)
+    keytools = of_column(**place)
+    for name, data in [("two", TWO), ("another", ONE)]:
+        path = tmp_path / f"{name}.parquet"
+        other.write_table(data, path, key_values={"tenant": "bolt"})
+        for read in (
+            lambda path=path: keytools.read_table(path),
+            lambda path=path: keytools.dataset(path).to_table(),
+            lambda path=path: keytools.open(path).read(),
+            lambda path=path: keytools.rekey_file(path, tmp_path / "rekeyed.parquet"),
+            lambda path=path: keytools.decrypt_file(path, tmp_path / "decrypted.parquet"),
+            lambda path=path: keytools.read_table(path, columns=["tenant"]),
+        ):
+            with pytest.raises(TableMismatchError, match="tenant"):
+                read()
+        report = keytools.verify_file(path)
+        assert report.verdict is Verdict.VIOLATED
+        assert "wanted-keys" in str(report.summary()["broken"])
+    if place["under"] == "plaintext":
+        # The value is known without the key of the tenant.
+        with pytest.raises(TableMismatchError):
+            of_column(keys=WITHOUT_BOLT, **place).read_table(tmp_path / "two.parquet", columns=["day"])

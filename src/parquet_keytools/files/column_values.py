@@ -1,0 +1,91 @@
+"""The one value that a column has in a file, on which the keys of the file depend.
+
+The value comes from the statistics in the footer, so no page is read: the least and the greatest value of each row
+group are the same, and none is null. Writers that shorten long values make these two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from parquet_keytools.encryption.footer import Footer
+from parquet_keytools.encryption.protection import ColumnEncryption
+from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.format.structs import ChunkStatistics, ColumnMetaData, SchemaElement, Statistics
+from parquet_keytools.secret_bytes import SecretBytes
+
+_INT32, _INT64, _BYTE_ARRAY = 1, 2, 6
+_CONVERTED_TYPE, _LOGICAL_TYPE = 6, 10
+
+
+@dataclass(frozen=True)
+class ColumnValue:
+    """What a column says of the value of its file.
+
+    Attributes:
+        value: The value; None without rows, and with a problem.
+        problem: Why the column gives no value; empty if it does, or has no rows.
+    """
+
+    value: str | None = None
+    problem: str = ""
+
+
+def column_value(footer: Footer, name: str, deks: Mapping[tuple[str, ...], SecretBytes]) -> ColumnValue | None:
+    """Return the value of a top-level column; None if its metadata is encrypted with a key that is not given.
+
+    Raises:
+        DecryptionError: The metadata of a chunk does not authenticate.
+        ParquetFormatError: It is not what the format says.
+    """
+    column = next((column for column in footer.columns if column.path == (name,)), None)
+    if column is None:
+        return ColumnValue(problem=f"there is no column {name!r} at the top level")
+    dek = deks.get(column.path)
+    if column.encryption is ColumnEncryption.COLUMN_KEY and dek is None:
+        return None
+    cipher = footer.cipher_of(column, dek)
+    chunks = [footer.chunk_metadata(ordinal, column, cipher) for ordinal in range(len(footer.row_groups))]
+    return value_of_chunks(name, footer.metadata.schema, column.ordinal, chunks)
+
+
+def value_of_chunks(
+    name: str, schema: Sequence[SchemaElement], ordinal: int, chunks: Iterable[ColumnMetaData]
+) -> ColumnValue:
+    """Return the value of a top-level column.
+
+    Args:
+        name: Its name.
+        schema: The nodes of the schema, from the root.
+        ordinal: Its position among the leaves.
+        chunks: The metadata of its chunks.
+    """
+    element = [node for node in schema[1:] if not node.num_children][ordinal]
+    is_plain = all(element.struct.entry(field) is None for field in (_CONVERTED_TYPE, _LOGICAL_TYPE))
+    if element.type != _BYTE_ARRAY and not (element.type in (_INT32, _INT64) and is_plain):
+        return ColumnValue(problem=f"column {name!r} has neither strings nor integers of 32 or 64 bits")
+    found: set[bytes] = set()
+    for chunk in chunks:
+        try:
+            number, stated = chunk.num_values, ChunkStatistics(chunk.struct).statistics or Statistics()
+            nulls, least, greatest = stated.null_count, stated.min_value, stated.max_value
+        except ParquetFormatError:
+            return ColumnValue(problem=f"the statistics of column {name!r} are damaged")
+        if number == 0:
+            continue
+        if nulls:
+            return ColumnValue(problem=f"column {name!r} has nulls")
+        if nulls is None or least is None or greatest is None:
+            return ColumnValue(problem=f"column {name!r} has no complete statistics")
+        found |= {bytes(least), bytes(greatest)}
+    if len(found) > 1:
+        return ColumnValue(problem=f"column {name!r} has several values")
+    for data in found:
+        if element.type != _BYTE_ARRAY:
+            return ColumnValue(str(int.from_bytes(data, "little", signed=True)))
+        try:
+            return ColumnValue(data.decode())
+        except UnicodeDecodeError:
+            return ColumnValue(problem=f"column {name!r} has a value that is not UTF-8")
+    return ColumnValue()
