@@ -1241,6 +1241,7 @@ class Keytools(Summarised):
         on_file: OnFile | None = None,
         on_progress: conversion.Progress | None = None,
         follow_links: bool = False,
+        key_values: Mapping[str, str] | None = None,
     ) -> RotationReport:
         """Encrypt a plaintext file, or all plaintext files under a folder, in place.
 
@@ -1260,13 +1261,15 @@ class Keytools(Summarised):
             on_file: Called with the outcome of each file.
             on_progress: Called with the number of bytes after each write, from any thread.
             follow_links: As with `rekey_in_place`.
+            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`, for all files. A file
+                that is encrypted under the keys of other values fails.
 
         Raises:
             FileNotFoundError: The file or folder does not exist.
             ConfigurationError: The table does not exist.
             KeytoolsError: The file failed. For a folder, the report lists files that failed.
         """
-        request = InPlaceRequest(table_name, keep_results, on_file, on_progress, follow_links)
+        request = InPlaceRequest(table_name, keep_results, on_file, on_progress, follow_links, key_values)
         return rekeying.encrypt_data_set(self._keys, FileLocation.resolve(path, filesystem), request)
 
     def rekey_in_place(
@@ -1285,13 +1288,15 @@ class Keytools(Summarised):
         follow_links: bool = False,
         update_list: PathLike | FileLocation | None = None,
         list_key: str | None = None,
+        key_values: Mapping[str, str] | None = None,
     ) -> RotationReport:
         """Encrypt a file, or all files under a folder, with new data keys, in place.
 
         Each new file is written beside the old file, checked, and replaces it in one step, unless the old file
         changed after it was read. Without `new_table_name` and `new_keytools`, a file keeps its AAD prefix, and
         all encrypted columns stay encrypted. A run that is repeated encrypts all files again, also after an
-        interruption.
+        interruption. With one of them, a file that is no file of the old table, and is already under the keys that
+        the new table gives it, stays as it is: the repeated run does the rest.
 
         Args:
             path: A path or URI of a file or a folder.
@@ -1309,6 +1314,7 @@ class Keytools(Summarised):
             update_list: As with `rotate`. After SIGKILL, the list does not fit the files that already have new
                 keys: verify them, and record a new list.
             list_key: The master key of the list; None for the footer key of the table.
+            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`, for all files.
 
         Raises:
             FileNotFoundError: The file or folder does not exist.
@@ -1337,6 +1343,7 @@ class Keytools(Summarised):
             on_file=on_file_done,
             on_progress=on_progress,
             follow_links=follow_links,
+            key_values=key_values,
         )
         location, after = FileLocation.resolve(path, filesystem), new_keytools or self
         # `rotation.moves` is for rotations: a rekeyed file is under the keys of its table.

@@ -88,10 +88,9 @@ def encrypt_command(
     remain on the disk until the file system reuses them. After an interrupted run, repeat the command.
     """
     if in_place:
-        _refuse_beside_in_place(
-            overwrite=overwrite, skip_existing=skip_existing or skip_unauthenticated, set=bool(key_values)
-        )
-        _encrypt_in_place(paths, config, table, follow_links=follow_links, processes=processes)
+        _refuse_beside_in_place(overwrite=overwrite, skip_existing=skip_existing or skip_unauthenticated)
+        options = {"table_name": table, "follow_links": follow_links, "key_values": given_key_values(key_values)}
+        _encrypt_in_place(paths, config, processes, options)
         return
     if follow_links:
         raise typer.BadParameter("this works with --in-place only.", param_hint="--follow-links")
@@ -131,14 +130,12 @@ def _refuse_beside_in_place(**options: bool) -> None:
             )
 
 
-def _encrypt_in_place(
-    sources: list[str], config: Path, table: str | None, *, follow_links: bool, processes: int | None
-) -> None:
+def _encrypt_in_place(sources: list[str], config: Path, processes: int | None, options: dict[str, Any]) -> None:
     from parquet_keytools.runtime.worker_processes import command_line_processes
 
     with open_keytools(config) as keytools, command_line_processes(processes):
         change_in_place(
-            partial(keytools.encrypt_in_place, table_name=table, follow_links=follow_links),
+            partial(keytools.encrypt_in_place, **options),
             locations_of(sources, "SRC"),
             "Repeat the command: encrypted files stay as they are.",
         )
@@ -264,8 +261,6 @@ def rekey_command(
         raise typer.BadParameter(
             "this works with DST only; --in-place encrypts all files again.", param_hint="--skip-existing"
         )
-    if in_place:
-        _refuse_beside_in_place(set=bool(key_values))
     if in_place and overwrite:
         raise typer.BadParameter("--in-place always replaces files.", param_hint="--overwrite")
     if not in_place and (verify is not None or follow_links):
@@ -296,9 +291,12 @@ def rekey_command(
                         follow_links=follow_links,
                         update_list=update_list,
                         list_key=list_key,
+                        key_values=given_key_values(key_values),
                     ),
                     locations_of([source], "SRC"),
-                    "Repeat the command: it starts with the first file.",
+                    "Repeat the command: it starts with the first file."
+                    if to_table in (None, table) and new_keytools is None
+                    else "Repeat the command: files that are done stay as they are.",
                 )
             return
         wanted = to_table or (table if new_keytools is None else None)

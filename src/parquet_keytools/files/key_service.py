@@ -15,6 +15,7 @@ from parquet_keytools.config.document import did_you_mean, one_of
 from parquet_keytools.config.key_policy import (
     ChosenKey,
     ColumnPath,
+    DataKeyReference,
     MasterKeyReference,
     check_key_names,
     configured_master_key_ids,
@@ -34,7 +35,7 @@ from parquet_keytools.encryption.aad import (
 )
 from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
 from parquet_keytools.encryption.footer import Footer
-from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
+from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.errors import ConfigurationError, value_or_raise
 from parquet_keytools.files.column_values import ColumnValue, column_value
 from parquet_keytools.files.denied_columns import with_digests
@@ -45,7 +46,7 @@ from parquet_keytools.files.opened_file import (
     open_files,
     read_again_if_changed,
 )
-from parquet_keytools.files.table_check import TableCheck, protected_names, refuse_folders_above
+from parquet_keytools.files.table_check import TableCheck, protected_names, refuse_folders_above, seen_key
 from parquet_keytools.format.file_layout import accept_footers_up_to
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.keys.kek import Clock
@@ -474,6 +475,34 @@ class KeyService:
             for opened in files:
                 (identities or self.identities).compare(opened)
         return files
+
+    def has_keys_of(self, opened: OpenedFile, policy: TablePolicy) -> bool:
+        """Return whether a file is protected as a new file would be: with the same keys for the same columns.
+
+        Raises:
+            ConfigurationError: A value of a placeholder is missing or not allowed.
+        """
+        policy = self._with_values(policy, opened.location)
+        footer, keys = opened.footer, opened.retriever
+
+        def is_key(key_metadata: bytes | None, path: ColumnPath | None, name: str | None) -> bool:
+            seen = seen_key(keys, key_metadata, path)
+            return seen is not None and name is not None and seen == wanted.get(name, DataKeyReference(name))
+
+        table, columns = policy.table, policy.columns
+        wanted = {name: MasterKeyReference(master_key_id) for name, master_key_id in policy.master_key_ids.items()}
+        is_plaintext_footer = footer.mode is FooterMode.PLAINTEXT_FOOTER
+        if is_plaintext_footer != table.plaintext_footer or not is_key(
+            footer.key_metadata, None, table.footer_key
+        ):
+            return False
+        for column in footer.columns:
+            key = columns[column.path]
+            if column.encryption.name.lower() != key.kind:
+                return False
+            if key.kind == "column_key" and not is_key(column.key_metadata, column.path, key.key_name):
+                return False
+        return True
 
     def wrap_keks(self, policy: TablePolicy) -> None:
         """Wrap the KEKs of a table, if it has any, so that its next files need no KMS call."""

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -93,6 +93,7 @@ class InPlaceRequest:
     on_file: OnFile | None = None
     on_progress: Callable[[int], None] | None = None
     follow_links: bool = False
+    key_values: Mapping[str, str] | None = None
 
 
 class FileChange(ABC):

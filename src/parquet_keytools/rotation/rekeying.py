@@ -30,7 +30,7 @@ from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_ve
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
 from parquet_keytools.files.table_check import names_in_folders
 from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
-from parquet_keytools.keys.key_material import DataKeyId, parse_key_metadata
+from parquet_keytools.keys.key_material import DataKeyId, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.rotation.data_set_run import InPlaceRequest, change_each_file
 from parquet_keytools.rotation.file_keys import check_unchanged, read_tail
@@ -145,7 +145,9 @@ class _Rekeying:
             if envelope.mode is FooterMode.UNENCRYPTED:
                 # Encrypted columns would contradict the footer, which is an error.
                 envelope.open(None)
-            opened = self._open(location)
+            opened, is_done = self._open(location)
+            if is_done:
+                return FileRotation(str(location), RotationOutcome.ALREADY_CURRENT)
             policy, new = self._new_file_keys(opened)
         except NotEncryptedError:
             if self._raises_not_encrypted:
@@ -182,23 +184,55 @@ class _Rekeying:
             plaintext_columns=policy.plaintext_columns,
         )
 
-    def _open(self, location: FileLocation) -> OpenedFile:
+    def _open(self, location: FileLocation) -> tuple[OpenedFile, bool]:
+        """Open a file of the old table, or one that an earlier run moved; return whether nothing is left to do."""
         request = self._request
         # The file gets new keys, so sharing the old keys with another file does not matter.
         identities = FileIdentities(refuses=False)
-        (opened,) = self._keys.open_files(
-            [location], request.table_name, request.aad_prefix, again=False, identities=identities
-        )
+        try:
+            (opened,) = self._keys.open_files(
+                [location], request.table_name, request.aad_prefix, again=False, identities=identities
+            )
+        except NotEncryptedError:
+            raise
+        except KeytoolsError:
+            moved = None if request.as_before else self._moved(location)
+            if moved is None:
+                raise
+            return moved, not self._has_left_over(moved)
         opened.refuse_unencrypted()
         opened.refuse_denied(None)
-        return opened
+        return opened, False
+
+    def _has_left_over(self, opened: OpenedFile) -> bool:
+        """Return whether the key material file of a file has entries of its old keys, as after a crash."""
+        footer = opened.footer
+        used = map(parse_key_metadata, [footer.key_metadata, *(column.key_metadata for column in footer.columns)])
+        references = {key.reference for key in used if isinstance(key, KeyReference)}
+        return not existing_key_materials(opened.location).keys() <= references
+
+    def _moved(self, location: FileLocation) -> OpenedFile | None:
+        """Open a file that is as the new table says, with the keys that it would get; None if it is not."""
+        identities = FileIdentities(refuses=False)
+        try:
+            (opened,) = self._new_keys.open_files(
+                [location], self._request.new_table_name, again=False, identities=identities
+            )
+            opened.refuse_denied(None)
+            return opened if self._new_keys.has_keys_of(opened, self._new_policy(opened)) else None
+        except KeytoolsError:
+            return None
+
+    def _new_policy(self, opened: OpenedFile) -> TablePolicy:
+        leaves, labels = [leaf.path for leaf in opened.footer.leaves], labels_of_footer(opened.footer)
+        table_name = self._request.new_table_name
+        policy = self._new_keys.policy(table_name, leaves, labels, self._request.key_values)
+        return policy.with_column_values(opened.footer, opened.deks)
 
     def _new_file_keys(self, opened: OpenedFile) -> tuple[TablePolicy, NewFileKeys]:
         """Make the keys of the new file. It keeps its AAD prefix, unless another table was named."""
         location, footer = opened.location, opened.footer
-        leaves = [leaf.path for leaf in footer.leaves]
-        policy = self._new_keys.policy(self._request.new_table_name, leaves, labels_of_footer(footer))
-        policy = policy.with_column_values(footer, opened.deks)
+        policy = self._new_policy(opened)
         suffix = new_reference_suffix() if existing_key_materials(location) else ""
         new = self._new_keys.new_file_keys(policy, location, suffix)
         is_external = new.key_materials is not None or opened.retriever.key_materials is not None
@@ -309,6 +343,8 @@ class _Encrypting:
         if envelope.mode is not FooterMode.UNENCRYPTED:
             # As an earlier run leaves it. Any other encrypted file is an error.
             self._refuse_undecided(location, labelled_contents(self._keys, location, self._request.table_name))
+            if self._request.key_values:
+                self._refuse_other_values(location)
             return FileRotation(str(location), RotationOutcome.ALREADY_ENCRYPTED)
 
         def check() -> None:
@@ -322,7 +358,13 @@ class _Encrypting:
             except AlreadyEncryptedError:
                 check_unchanged(location, tail)
                 raise
-            policy = policy_of(self._keys, self._request.table_name, footer, names_in_folders(location.path))
+            policy = policy_of(
+                self._keys,
+                self._request.table_name,
+                footer,
+                names_in_folders(location.path),
+                self._request.key_values,
+            )
             new = self._keys.new_file_keys(policy, location)
             refuse_two_names(location, is_external=new.key_materials is not None)
             with replacement(
@@ -353,6 +395,18 @@ class _Encrypting:
             new_size_bytes=size_bytes,
             plaintext_columns=policy.plaintext_columns,
         )
+
+    def _refuse_other_values(self, location: FileLocation) -> None:
+        """Refuse a file from before that is not under the keys of the values that the caller gives."""
+        (opened,) = self._keys.open_files([location], self._request.table_name)
+        leaves, labels = [leaf.path for leaf in opened.footer.leaves], labels_of_footer(opened.footer)
+        policy = self._keys.policy(self._request.table_name, leaves, labels, self._request.key_values)
+        policy = policy.with_column_values(opened.footer, opened.deks)
+        if not self._keys.has_keys_of(opened, policy):
+            raise ConfigurationError(
+                f"{location} is encrypted, and not under the keys of the given values.",
+                hint="Leave it out, or give it new keys: `rekey --in-place`.",
+            )
 
     def _refuse_undecided(self, location: FileLocation, contents: Contents) -> None:
         """Refuse a file from before with plaintext columns that the table does not decide about."""

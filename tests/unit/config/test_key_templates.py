@@ -502,3 +502,49 @@ def test_a_file_whose_column_has_the_value_of_another_tenant_is_refused(
         # The value is known without the key of the tenant.
         with pytest.raises(TableMismatchError):
             of_column(keys=WITHOUT_BOLT, **place).read_table(tmp_path / "two.parquet", columns=["day"])
+
+
+# --- in place, with values from the caller ---
+
+
+def test_files_are_encrypted_in_place_for_a_value(tmp_path: Path) -> None:
+    keytools = make("argument")
+    pq.write_table(PLAIN, tmp_path / "x.parquet")
+    with pytest.raises(ConfigurationError, match="--set"):
+        keytools.encrypt_in_place(tmp_path / "x.parquet")
+    assert pq.read_table(tmp_path / "x.parquet").equals(PLAIN)
+    for _ in range(2):
+        keytools.encrypt_in_place(tmp_path / "x.parquet", key_values={"tenant": "acme"})
+    written = (tmp_path / "x.parquet").read_bytes()
+    only_acme = make("argument", keys=WITHOUT_BOLT)
+    assert only_acme.read_table(tmp_path / "x.parquet").equals(PLAIN)
+    # It is not taken for done under another value.
+    with pytest.raises(ConfigurationError, match="given values"):
+        keytools.encrypt_in_place(tmp_path / "x.parquet", key_values={"tenant": "bolt"})
+    assert (tmp_path / "x.parquet").read_bytes() == written
+    keytools.rekey_in_place(tmp_path / "x.parquet", key_values={"tenant": "bolt"})
+    with pytest.raises(KeytoolsError):
+        only_acme.read_table(tmp_path / "x.parquet")
+    assert keytools.read_table(tmp_path / "x.parquet").equals(PLAIN)
+
+
+def test_commands_in_place_take_the_value_as_an_option(tmp_path: Path) -> None:
+    import yaml
+
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(configuration("argument")))
+    (tmp_path / "d").mkdir()
+    for name in "ab":
+        pq.write_table(PLAIN, tmp_path / "d" / f"{name}.parquet")
+
+    def run(*arguments: str, status: int = 0) -> str:
+        result = CliRunner().invoke(app, [*arguments, "--config", str(tmp_path / "c.yaml")])
+        assert result.exit_code == status, result.output
+        return result.output
+
+    run("encrypt", f"{tmp_path}/d", "--in-place", status=1)
+    run("encrypt", f"{tmp_path}/d", "--in-place", "--set", "tenant=acme", "--processes", "2")
+    assert "prod/acme" in run("keys", f"{tmp_path}/d")
+    run("rekey", f"{tmp_path}/d", "--in-place", "--set", "tenant=bolt")
+    shown = run("keys", f"{tmp_path}/d")
+    assert "prod/bolt" in shown and "prod/acme" not in shown
+    run("rekey", f"{tmp_path}/d", "--in-place", "--set", "tenat=bolt", status=1)
