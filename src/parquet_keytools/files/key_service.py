@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from parquet_keytools import audit
@@ -19,6 +20,7 @@ from parquet_keytools.config.key_policy import (
     MasterKeyReference,
     check_key_names,
     configured_master_key_ids,
+    is_of_template,
     keys_of_value,
     moved_master_key_ids,
     resolve_columns,
@@ -61,7 +63,6 @@ from parquet_keytools.keys.key_wrapping import (
 )
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.registry import make_client
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import warn_caller
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
@@ -197,13 +198,12 @@ class KeyService:
         accept_footers_up_to(configuration.reading.max_footer_bytes)
         self.kms = kms
         if kms is not None:
-            kms.trust(configured_master_key_ids(configuration))
+            kms.trust(configured_master_key_ids(configuration), partial(is_of_template, configuration))
         self._wrapper = KeyWrapper(kms, clock) if kms is not None else None
         self._unwrapper = KeyUnwrapper(kms, clock)
         without_metadata = configuration.reading.keys_without_metadata
         self.data_keys = DataKeys(configuration.data_keys, without_metadata.footer, without_metadata.columns)
         self._table_checks: dict[str, TableCheck] = {}
-        self._trusting = ForkSafeLock()
         self.identities = FileIdentities(refuses=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -312,14 +312,8 @@ class KeyService:
         if name is None:
             return None
         if name not in self._table_checks:
-            self._table_checks[name] = TableCheck(self.configuration, name, trust=self._trust)
+            self._table_checks[name] = TableCheck(self.configuration, name)
         return self._table_checks[name]
-
-    def _trust(self, master_key_ids: Iterable[str]) -> None:
-        if self.kms is not None:
-            # Threads would otherwise forget what another one adds.
-            with self._trusting:
-                self.kms.trust(master_key_ids)
 
     def expected_aad_prefix(
         self,

@@ -223,6 +223,7 @@ class KmsClient(ABC):
         self._lock = ForkSafeLock()
         self._call_counts: Counter[str] = Counter()
         self._trusted: frozenset[str] | None = None
+        self._is_trusted: Callable[[str], bool] = lambda _: False
 
     @classmethod
     @abstractmethod
@@ -244,13 +245,19 @@ class KmsClient(ABC):
         """Return the identifiers of all master keys, or None where only the KMS itself knows them."""
         return None
 
-    def trust(self, master_key_ids: Iterable[str]) -> None:
+    def trust(self, master_key_ids: Iterable[str], others: Callable[[str], bool] | None = None) -> None:
         """Trust these master keys, and from now on unwrap with no foreign master key that is not trusted.
 
         Key material is not authenticated. An identifier that is valid in the whole cloud can name a master key in
         an attacker's account, with a policy that lets everyone unwrap. A file that the attacker forged would then
         pass as authentic. `_may_be_of_others` decides which identifiers can name such a key.
+
+        Args:
+            master_key_ids: Their identifiers.
+            others: Decides whether a master key with another identifier is trusted, too.
         """
+        if others is not None:
+            self._is_trusted = others
         self._trusted = (self._trusted or frozenset()) | frozenset(master_key_ids)
 
     def trust_also(self, master_key_ids: Iterable[str]) -> None:
@@ -619,6 +626,8 @@ class KmsClient(ABC):
             return WrappedKeyInvalidError(mistake)
         master_key_id, trusted = request.master_key_id, self._trusted
         if trusted is None or master_key_id in trusted or not self._may_be_of_others(master_key_id):
+            return None
+        if self._is_trusted(master_key_id):
             return None
         return MasterKeyNotTrustedError()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -205,10 +206,15 @@ class NamedKmss(KmsClient):
             found |= {with_name(name, within) for within in known}
         return frozenset(found)
 
-    def trust(self, master_key_ids: Iterable[str]) -> None:
+    def trust(self, master_key_ids: Iterable[str], others: Callable[[str], bool] | None = None) -> None:
         """Trust these master keys, each in its own KMS only."""
-        for client, within in self._by_kms(master_key_ids):
-            client.trust(within)
+
+        def in_kms(name: str, within: str) -> bool:
+            assert others is not None
+            return others(with_name(name, within)) or (name == self._default and others(within))
+
+        for (client, ids), name in zip(self._by_kms(master_key_ids), self._clients, strict=True):
+            client.trust(ids, None if others is None else partial(in_kms, name))
 
     def trust_also(self, master_key_ids: Iterable[str]) -> None:
         """Trust these master keys, too, each in its own KMS only."""
