@@ -247,7 +247,7 @@ def make_report(
         FileNotFoundError: The file or folder does not exist.
         NoParquetFilesError: The folder has no Parquet files.
     """
-    report = _Report(readers)
+    report = _Report(readers, keytools.configuration.template_of)
     report.look_around(location)
     files = keytools.key_inventory(location, table_name=table_name, aad_prefix=aad_prefix)
     while batch := list(itertools.islice(files, _FILES_AT_A_TIME)):
@@ -347,7 +347,8 @@ def _column_of(use: UsedKey) -> _ColumnName:
 class _Report:
     """A report in the making."""
 
-    def __init__(self, readers: Mapping[str, Keytools]) -> None:
+    def __init__(self, readers: Mapping[str, Keytools], template_of: Callable[[str], str | None]) -> None:
+        self._template_of = template_of
         self._readers = {name: _Reader(reader.kms) for name, reader in readers.items()}
         self._modified: dict[str, datetime | None] = {}
         self._left_out: dict[LeftOutReason, _Group] = defaultdict(_Group)
@@ -573,7 +574,8 @@ class _Report:
         several = [
             column.title
             for column in columns
-            if column.part != "hidden" and len({names[position][:2] for position in column.keys}) > 1
+            if column.part != "hidden"
+            and len({self._template_of(names[key][1]) or names[key][:2] for key in column.keys}) > 1
         ]
         if several:
             yield _listed(False, "Columns, or the footer, under different keys in different files.", several)

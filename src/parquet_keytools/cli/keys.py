@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -32,6 +32,7 @@ from parquet_keytools.cli.output import (
     Messages,
     answer,
     error_fields,
+    grouped_rows,
     number_of,
     print_table,
     progress_bar,
@@ -80,7 +81,8 @@ def keys_command(
         if table is not None:
             keytools.configuration.select_table(table)
         wanted = [wanted_key(keytools, text) for text in fail_if_uses or []]
-        tally = _KeysTally(wanted, same_master_key(keytools.kms), with_kms=keytools.kms is not None)
+        same, template_of = same_master_key(keytools.kms), keytools.configuration.template_of
+        tally = _KeysTally(wanted, same, template_of, with_kms=keytools.kms is not None)
         with FilesDocument() as document:
             try:
                 with progress_bar() as progress:
@@ -268,8 +270,16 @@ class _Need:
 class _KeysTally:
     """Counts the keys that files depend on, file by file."""
 
-    def __init__(self, wanted: list[WantedKey], same: SameMasterKey, *, with_kms: bool) -> None:
+    def __init__(
+        self,
+        wanted: list[WantedKey],
+        same: SameMasterKey,
+        template_of: Callable[[str], str | None],
+        *,
+        with_kms: bool,
+    ) -> None:
         self._same = same
+        self._template_of = template_of
         self._with_kms = with_kms
         self._refusals: dict[type[Exception], Exception] = {}
         self._unknown_keys = 0
@@ -374,15 +384,17 @@ class _KeysTally:
 
     def show(self) -> None:
         """Print the summary."""
-        rows = [
+        keys = (
             (
-                key if kind == "master key" else f"{key} ({kind})",
-                version or ("?" if kind == "master key" else ""),
-                f"{uses.files:,}",
-                f"{uses.footers:,}",
-                uses.columns_text,
+                (key if kind == "master key" else f"{key} ({kind})",),
+                (version or ("?" if kind == "master key" else ""), uses.columns_text),
+                (uses.files, uses.footers),
             )
             for (kind, key, version), uses in self._sorted()
+        )
+        rows = [
+            (key, version, f"{files:,}", f"{footers:,}", columns)
+            for (key,), (version, columns), (files, footers) in grouped_rows(keys, self._template_of)
         ]
         if rows:
             print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)

@@ -316,6 +316,33 @@ _LEAST_NAME = 20
 """Least width of a column of shortened names."""
 
 
+_MOST_OF_A_TEMPLATE = 3
+"""How many keys of one template have lines of their own."""
+
+
+def grouped_rows(
+    rows: Iterable[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]],
+    template_of: Callable[[str], str | None],
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]]:
+    """Yield rows about master keys, in which many keys of one template that are alike are one row.
+
+    Args:
+        rows: Identifiers of master keys, cells that must be the same, and numbers that are added up.
+        template_of: Returns the template of an identifier; None if it has none.
+    """
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}
+    for names, cells, numbers in rows:
+        templates = tuple(template_of(name) or name for name in names)
+        groups.setdefault((templates, cells), []).append((names, numbers))
+    for (templates, cells), members in groups.items():
+        if len(members) <= _MOST_OF_A_TEMPLATE:
+            yield from ((names, cells, numbers) for names, numbers in members)
+        else:
+            name = f"{templates[0]} ({len(members):,} values)"
+            added = tuple(map(sum, zip(*(numbers for _, numbers in members), strict=True)))
+            yield (name, *templates[1:]), cells, added
+
+
 def _around(widths: Sequence[int]) -> int:
     """Return the width of what surrounds cells: two spaces, and one between each column and the next."""
     return 3 * len(widths) + 1

@@ -6,7 +6,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -105,8 +107,9 @@ def report_command(
                 verify=not no_verify,
                 on_file=progress.count,
             )
+    shown = grouped(report, keytools.configuration.template_of)
     if target is not None:
-        page = "".join(f"{line}\n" for line in html_lines(report)).encode()
+        page = "".join(f"{line}\n" for line in html_lines(shown)).encode()
         with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
             with pending.open_sink() as sink:
                 sink.write_at(0, page)
@@ -115,12 +118,56 @@ def report_command(
     if json_wanted():
         print_json(report.to_dict())
     else:
-        _show(report)
+        _show(shown)
     status = status_of_all(report.failures)
     if report.failures and status is not ExitStatus.NO:
         raise typer.Exit(status)
     if report.has_problems:
         raise typer.Exit(ExitStatus.NO)
+
+
+_MOST_OF_A_TEMPLATE = 3
+
+
+def grouped(report: ProtectionReport, template_of: Callable[[str], str | None]) -> ProtectionReport:
+    """Return a report for people, in which many keys of one template, in one version, are one key."""
+    groups: dict[tuple[str, str | None], list[int]] = {}
+    for position, key in enumerate(report.keys):
+        if template := template_of(key.key or ""):
+            groups.setdefault((template, key.version), []).append(position)
+    many = {name: group for name, group in groups.items() if len(group) > _MOST_OF_A_TEMPLATE}
+    first_of = {position: group[0] for group in many.values() for position in group}
+    kept = [position for position in range(len(report.keys)) if first_of.get(position, position) == position]
+    place = {position: kept.index(first_of.get(position, position)) for position in range(len(report.keys))}
+    keys = {position: report.keys[position] for position in kept}
+    for (template, _), group in many.items():
+        members = [report.keys[position] for position in group]
+        keys[group[0]] = replace(
+            members[0],
+            key=f"{template} ({len(group):,} values)",
+            files=sum(key.files for key in members),
+            created=min((key.created for key in members if key.created), default=None),
+            created_note=members[0].created_note or "the first of them",
+            first_modified=min((key.first_modified for key in members if key.first_modified), default=None),
+            last_modified=max((key.last_modified for key in members if key.last_modified), default=None),
+        )
+    merged = {report.keys[position].key for position in first_of}
+
+    def counted(column: ColumnReport) -> ColumnReport:
+        counts: Counter[int] = Counter()
+        for position, number in column.keys.items():
+            counts[place[position]] += number
+        return replace(column, keys=counts)
+
+    return replace(
+        report,
+        keys=tuple(keys[position] for position in kept),
+        columns=tuple(map(counted, report.columns)),
+        timeline=tuple(version for version in report.timeline if version.key not in merged),
+        files=tuple(
+            replace(file, keys=tuple(sorted({place[position] for position in file.keys}))) for file in report.files
+        ),
+    )
 
 
 # --- text ---

@@ -28,6 +28,7 @@ from parquet_keytools.cli.output import (
     answer,
     answer_plaintext_columns,
     error_text,
+    grouped_rows,
     number_of,
     print_table,
     progress_bar,
@@ -80,7 +81,7 @@ def rotate_command(
                 **arguments,
             )
             run.end(report, is_rotation=True)
-    run.show_rotation(report)
+    run.show_rotation(report, keytools.configuration.template_of)
     _exit_with(report)
 
 
@@ -212,14 +213,18 @@ class _Run:
             )
         _say_stopped(report)
 
-    def show_rotation(self, report: RotationReport) -> None:
+    def show_rotation(self, report: RotationReport, template_of: Callable[[str], str | None]) -> None:
         """Print the summary of a rotation."""
         from parquet_keytools.files.opened_file import REMEDY
 
         if self.changes:
-            rows = [
-                (old, version or "?", "" if new == old else new, new_version or "?", f"{n.keys:,}", f"{n.files:,}")
+            changes = (
+                ((old, "" if new == old else new), (version or "?", new_version or "?"), (n.keys, n.files))
                 for (old, new, version, new_version), n in self._sorted()
+            )
+            rows = [
+                (old, version, new, new_version, f"{keys:,}", f"{files:,}")
+                for (old, new), (version, new_version), (keys, files) in grouped_rows(changes, template_of)
             ]
             title = "What would change" if report.dry_run else "What changed"
             headings = ["master key", "version", "new master key", "new version", "keys", "files"]

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Literal
 
 from parquet_keytools.config.document import MOST_REPORTED, Mistake, YamlPath, did_you_mean, one_of
-from parquet_keytools.config.key_values import is_value, placeholders, value_in, with_value
+from parquet_keytools.config.key_values import is_value, placeholders, with_value
 from parquet_keytools.config.labels import FieldLabels, Label, no_field_labels
 from parquet_keytools.config.settings import Configuration, TableSettings
 
@@ -86,17 +86,6 @@ def keys_of_value(
     if mistakes:
         raise configuration.error_for(list(dict.fromkeys(mistakes)))
     return found
-
-
-def is_of_template(configuration: Configuration, master_key_id: str) -> bool:
-    """Return whether a template of some table gives this identifier for a value that the table allows."""
-    for table in configuration.tables.values():
-        for _, name in table.key_names():
-            for placeholder in placeholders(name):
-                value = value_in(configuration.master_key_id(name), master_key_id)
-                if value is not None and is_value(table.key_values[placeholder].pattern, value):
-                    return True
-    return False
 
 
 def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:

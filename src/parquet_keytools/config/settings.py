@@ -42,7 +42,7 @@ from parquet_keytools.config.document import (
     one_of,
     yaml_path_text,
 )
-from parquet_keytools.config.key_values import mistakes_in_templates, placeholders
+from parquet_keytools.config.key_values import is_value, mistakes_in_templates, placeholders, value_in
 from parquet_keytools.config.labels import Labels
 from parquet_keytools.encryption.aad import BASE64, prefix_bytes
 from parquet_keytools.errors import AadPrefixError, ConfigurationError
@@ -606,6 +606,17 @@ class Configuration(StrictSettings):
         """What readers see of columns that are denied: `reading.denied_columns`, or `hash` if a class says so."""
         by_class = any(found.denied for found in self.classes.values())
         return "hash" if by_class else self.reading.denied_columns
+
+    def template_of(self, master_key_id: str) -> str | None:
+        """Return the template that gives this identifier for a value that its table allows; None if none does."""
+        for table in self.tables.values():
+            for _, name in table.key_names():
+                for placeholder in placeholders(name):
+                    template = self.master_key_id(name)
+                    value = value_in(template, master_key_id)
+                    if value is not None and is_value(table.key_values[placeholder].pattern, value):
+                        return template
+        return None
 
     def master_key_id(self, name: str) -> str:
         """Return the identifier of a master key, by its name under `master_keys` or the identifier itself.

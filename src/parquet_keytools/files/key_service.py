@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from parquet_keytools import audit
@@ -20,7 +19,6 @@ from parquet_keytools.config.key_policy import (
     MasterKeyReference,
     check_key_names,
     configured_master_key_ids,
-    is_of_template,
     keys_of_value,
     moved_master_key_ids,
     resolve_columns,
@@ -198,7 +196,7 @@ class KeyService:
         accept_footers_up_to(configuration.reading.max_footer_bytes)
         self.kms = kms
         if kms is not None:
-            kms.trust(configured_master_key_ids(configuration), partial(is_of_template, configuration))
+            kms.trust(configured_master_key_ids(configuration), configuration.template_of)
         self._wrapper = KeyWrapper(kms, clock) if kms is not None else None
         self._unwrapper = KeyUnwrapper(kms, clock)
         without_metadata = configuration.reading.keys_without_metadata

@@ -223,7 +223,7 @@ class KmsClient(ABC):
         self._lock = ForkSafeLock()
         self._call_counts: Counter[str] = Counter()
         self._trusted: frozenset[str] | None = None
-        self._is_trusted: Callable[[str], bool] = lambda _: False
+        self._is_trusted: Callable[[str], object] = lambda _: False
 
     @classmethod
     @abstractmethod
@@ -245,7 +245,7 @@ class KmsClient(ABC):
         """Return the identifiers of all master keys, or None where only the KMS itself knows them."""
         return None
 
-    def trust(self, master_key_ids: Iterable[str], others: Callable[[str], bool] | None = None) -> None:
+    def trust(self, master_key_ids: Iterable[str], others: Callable[[str], object] | None = None) -> None:
         """Trust these master keys, and from now on unwrap with no foreign master key that is not trusted.
 
         Key material is not authenticated. An identifier that is valid in the whole cloud can name a master key in
@@ -254,7 +254,7 @@ class KmsClient(ABC):
 
         Args:
             master_key_ids: Their identifiers.
-            others: Decides whether a master key with another identifier is trusted, too.
+            others: Returns something true for other identifiers that are trusted, too.
         """
         if others is not None:
             self._is_trusted = others

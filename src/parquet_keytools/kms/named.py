@@ -206,12 +206,12 @@ class NamedKmss(KmsClient):
             found |= {with_name(name, within) for within in known}
         return frozenset(found)
 
-    def trust(self, master_key_ids: Iterable[str], others: Callable[[str], bool] | None = None) -> None:
+    def trust(self, master_key_ids: Iterable[str], others: Callable[[str], object] | None = None) -> None:
         """Trust these master keys, each in its own KMS only."""
 
         def in_kms(name: str, within: str) -> bool:
             assert others is not None
-            return others(with_name(name, within)) or (name == self._default and others(within))
+            return bool(others(with_name(name, within)) or (name == self._default and others(within)))
 
         for (client, ids), name in zip(self._by_kms(master_key_ids), self._clients, strict=True):
             client.trust(ids, None if others is None else partial(in_kms, name))
