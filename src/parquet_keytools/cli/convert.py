@@ -294,7 +294,9 @@ def rekey_command(
                         key_values=given_key_values(key_values),
                     ),
                     locations_of([source], "SRC"),
-                    "Repeat the command: it starts with the first file."
+                    "Verify the files, and record a new list."
+                    if update_list is not None
+                    else "Repeat the command: it starts with the first file."
                     if to_table in (None, table) and new_keytools is None
                     else "Repeat the command: files that are done stay as they are.",
                 )

@@ -134,7 +134,7 @@ class _Change:
 class _Run:
     """The results of a run, counted file by file.
 
-    If Ctrl-C or SIGTERM ends its `with` block, the files that were processed are reported.
+    If an error, Ctrl-C or SIGTERM ends its `with` block, the files that were processed are reported.
 
     Attributes:
         again: How to continue an interrupted run.
@@ -147,6 +147,7 @@ class _Run:
     changes: dict[tuple[str, str, str | None, str | None], _Change] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     plaintext_columns: dict[str, None] = field(default_factory=dict)
+    failed: Messages = field(default_factory=lambda: Messages("Failed"))
 
     def __enter__(self) -> _Run:
         self.document.__enter__()
@@ -154,14 +155,20 @@ class _Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.document.__exit__(kind, error, trace)
-        if kind is not None and issubclass(kind, KeyboardInterrupt) and self.outcomes:
-            say(f"Before this: {_files_text(self.outcomes)}. {self.again}")
+        if kind is not None and self.outcomes:
+            from parquet_keytools.errors import KmsError
+
+            self.failed.print()
+            again = self.again if issubclass(kind, KeyboardInterrupt | KmsError) else ""
+            say(f"Before this: {_files_text(self.outcomes)}. {again}".rstrip())
 
     def add(self, file: FileRotation) -> None:
         """Count a file."""
         from parquet_keytools.rotation.report import RotationOutcome
 
         self.outcomes[file.outcome] += 1
+        if file.error is not None:
+            self.failed.add_error(file.path, file.error)
         for change in file.keys:
             names = change.master_key_id, change.new_master_key_id, change.version, change.new_version
             counted = self.changes.setdefault(names, _Change())
@@ -202,7 +209,7 @@ class _Run:
         """Print the summary of files that were encrypted or got new data keys."""
         from parquet_keytools.rotation.report import RotationOutcome
 
-        _say_failures(report)
+        self._say_failures(report)
         written = size_text(report.bytes_written)
         answer(f"{_files_text(report.counts)}; {written} written in {time.monotonic() - self.started:.1f} s.")
         answer_plaintext_columns(self.plaintext_columns)
@@ -229,7 +236,7 @@ class _Run:
             title = "What would change" if report.dry_run else "What changed"
             headings = ["master key", "version", "new master key", "new version", "keys", "files"]
             print_table(title, headings, rows)
-        _say_failures(report)
+        self._say_failures(report)
         if report.shared_keys:
             shown = "; ".join(report.shared_keys[:_MOST_SHARED_SHOWN])
             more = "; and more" if len(report.shared_keys) > _MOST_SHARED_SHOWN else ""
@@ -248,20 +255,15 @@ class _Run:
             answer(f"The KMS was asked {_calls_text(report.kms_calls)}.")
         _say_stopped(report)
 
+    def _say_failures(self, report: RotationReport) -> None:
+        """Print which files were left out or failed, and what could not be removed from a store."""
+        say_left_out(report.skipped)
+        self.failed.print()
+        for text in report.left_behind:
+            say(f"Left behind: {text}.")
+
     def _sorted(self) -> list[tuple[tuple[str, str, str | None, str | None], _Change]]:
         return sorted(self.changes.items(), key=lambda item: tuple(name or "" for name in item[0]))
-
-
-def _say_failures(report: RotationReport) -> None:
-    """Print which files were left out or failed, and what could not be removed from a store."""
-    say_left_out(report.skipped)
-    failed = Messages("Failed")
-    for file in report.failures:
-        if file.error is not None:
-            failed.add_error(file.path, file.error)
-    failed.print()
-    for text in report.left_behind:
-        say(f"Left behind: {text}.")
 
 
 def _say_stopped(report: RotationReport) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from parquet_keytools import Keytools
+from parquet_keytools.conformance.file_list import ListKeeper
+from parquet_keytools.errors import KmsUnavailableError
 
 BOTH = pytest.mark.parametrize(
     "settings",
@@ -187,6 +189,37 @@ def test_rotate_after_an_interruption(listed) -> None:
     assert one.run("rotate", case.files[0], "--config", case.config).exit_code == 0
     assert one.expect().exit_code == 1
     assert one.run("rotate", case.data, "--config", case.config, "--update-list", one.list).exit_code == 0
+    assert one.expect().exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [(("rotate",), "Repeat the command."), (("rekey", "--in-place"), "Verify the files, and record a new list.")],
+)
+def test_what_was_changed_is_reported_if_the_kms_fails_at_the_end(
+    listed, monkeypatch: pytest.MonkeyPatch, command, hint
+) -> None:
+    one = listed()
+    one.case.keystore.rotate_key("pii")
+    before = one.list.read_bytes()
+    write = ListKeeper.write
+
+    def fail(*_: object) -> None:
+        raise KmsUnavailableError("it is down").about("keystore", "wrap", "footer")
+
+    monkeypatch.setattr(ListKeeper, "write", fail)
+    arguments = [*command, one.case.data, "--config", one.case.config, "--update-list", one.list]
+    done = one.run(*arguments)
+    assert done.exit_code == 3
+    changed = "rotated" if command == ("rotate",) else "rekeyed"
+    assert f"Before this: 2 files: 2 {changed}. {hint}" in done.stderr and "it is down" in done.stderr
+    assert one.list.read_bytes() == before
+    monkeypatch.setattr(ListKeeper, "write", write)
+    if command == ("rotate",):
+        assert one.run(*arguments).exit_code == 0
+    else:
+        one.list.unlink()
+        assert one.verify("--record", one.list).exit_code == 0
     assert one.expect().exit_code == 0
 
 
