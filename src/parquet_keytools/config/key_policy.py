@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Literal
 
 from parquet_keytools.config.document import MOST_REPORTED, Mistake, YamlPath, did_you_mean, one_of
-from parquet_keytools.config.key_values import is_value, placeholders, with_value
+from parquet_keytools.config.key_values import alike, is_value, placeholders, with_value
 from parquet_keytools.config.labels import FieldLabels, Label, no_field_labels
 from parquet_keytools.config.settings import Configuration, TableSettings
 
@@ -65,7 +65,7 @@ def keys_of_value(
     names = {name: path for path, name in table.key_names()}
     fixed = [name for name in names if not placeholders(name)]
     own = {*fixed, *configuration.master_keys, *configuration.data_keys}
-    others = {configuration.master_key_id(name) for name in own if not placeholders(name)}
+    others = {alike(configuration.master_key_id(name)) for name in own if not placeholders(name)}
     found: dict[str, MasterKeyReference] = {}
     mistakes: list[Mistake] = []
     for template, path in names.items():
@@ -78,7 +78,7 @@ def keys_of_value(
                 mistakes.append(Mistake(where, f"the pattern refuses the value {value[:200]!r} of {placeholder}."))
                 continue
             identifier = with_value(configuration.master_key_id(template), value)
-            names_another = with_value(template, value) in own or identifier in others
+            names_another = with_value(template, value) in own or alike(identifier) in others
             if names_another or MasterKeyReference(identifier) in found.values():
                 message = f"the value {value!r} of {placeholder} would name another key: {identifier!r}."
                 mistakes.append(Mistake(("tables", table_name, *path), message))

@@ -7,6 +7,7 @@ used only if the table's pattern matches all of it, and only in a template of th
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import unquote
 
@@ -15,6 +16,8 @@ from parquet_keytools.runtime.presentation import is_url
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _NEVER_IN_VALUES = re.compile(r"[%{}\x00-\x1f\x7f-\x9f]")
 _SEPARATOR = re.compile(r"[/\\]")
+_DOTS = {".", ".."}
+"""A part of a path that a server may resolve, so that the identifier names another key."""
 
 
 def placeholders(text: str) -> list[str]:
@@ -29,7 +32,14 @@ def with_value(template: str, value: str) -> str:
 
 def is_value(pattern: str, value: str) -> bool:
     """Return whether a pattern allows a value: it matches all of it, and keys can have such a name."""
-    return not _NEVER_IN_VALUES.search(value) and re.fullmatch(pattern, value) is not None
+    if _NEVER_IN_VALUES.search(value) or not _DOTS.isdisjoint(_SEPARATOR.split(value)):
+        return False
+    return re.fullmatch(pattern, value) is not None
+
+
+def alike(identifier: str) -> str:
+    """Return the same text for identifiers that differ only in case or Unicode form, which some KMSs ignore."""
+    return unicodedata.normalize("NFKC", identifier).casefold()
 
 
 def value_in(template: str, master_key_id: str) -> str | None:
