@@ -99,6 +99,23 @@ def test_in_a_keystore(tmp_path: Path) -> None:
     assert "exists" not in place.create("later").stdout
 
 
+def test_in_one_of_several_kmss(tmp_path: Path) -> None:
+    (tmp_path / "passphrase").write_text("a passphrase that is long enough")
+    (tmp_path / "passphrase").chmod(0o600)
+    keystore = {"type": "keystore", "path": "keystore.json", "passphrase_file": "passphrase"}
+    memory = {"type": "in_memory", "keys": {"other": "A" * 22 + "=="}}
+    place = Place(tmp_path, {"eu": keystore, "us": memory}, "eu::prod/{tenant}")
+    runner, source = CliRunner(), ["--passphrase-file", str(tmp_path / "passphrase")]
+    assert (
+        runner.invoke(app, ["keystore", "create", "--path", f"{tmp_path}/keystore.json", *source]).exit_code == 0
+    )
+    assert place.create("acme").stdout == "acme: created: eu::prod/acme\n"
+    assert place.create("acme").stdout == "acme: exists: eu::prod/acme\n"
+    place.check_writes("acme")
+    other = Place(tmp_path, {"eu": keystore, "us": memory}, "us::prod/{tenant}")
+    assert "cannot create master keys" in other.create("acme", status=2).stderr
+
+
 def test_in_openbao(openbao: OpenBao, tmp_path: Path) -> None:
     prefix = openbao.new_name("tenants")
     kms = {"type": "vault", "url": openbao.url, "token": openbao.root_token, "allow_http": True}
