@@ -696,7 +696,12 @@ class Keytools(Summarised):
         return polars_decryption(self._keys, location, columns, table_name, aad_prefix)
 
     def spark_options(
-        self, table_name: str | None, schema: StructType, *, partition_by: Sequence[str] = ()
+        self,
+        table_name: str | None,
+        schema: StructType,
+        *,
+        partition_by: Sequence[str] = (),
+        key_values: Mapping[str, str] | None = None,
     ) -> dict[str, str]:
         """Return the options with which Spark writes a frame as a file of a table.
 
@@ -707,10 +712,12 @@ class Keytools(Summarised):
             table_name: The table in the configuration; None if it has only one.
             schema: The schema of the frame.
             partition_by: The columns that the write passes to `partitionBy`. Their values are not protected.
+            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`; by default, each file
+                has the value of its folder.
 
         Raises:
-            ConfigurationError: The table's columns do not fit the schema, or an encrypted column is in
-                `partition_by`.
+            ConfigurationError: The table's columns do not fit the schema, an encrypted column is in
+                `partition_by`, or a value is not allowed.
             UnsupportedBySparkError: Spark's writer does not support what the table asks for.
         """
         from parquet_keytools.files.field_labels import labels_of_spark
@@ -722,7 +729,9 @@ class Keytools(Summarised):
                 hint="Describe the KMS under `kms:` in the configuration instead.",
             )
         labels = partial(labels_of_spark, schema.jsonValue())
-        return table_options(self._keys, table_name, spark_leaf_paths(schema), partition_by, labels)
+        return table_options(
+            self._keys, table_name, spark_leaf_paths(schema), partition_by, labels, key_values or {}
+        )
 
     def spark_read_options(self, table_name: str | None = None) -> dict[str, str]:
         """Return the options with which Spark reads files of a table, and refuses other files.

@@ -11,6 +11,7 @@ import spark_labels_program
 import spark_overwrites
 import spark_prefixes_program
 import spark_program
+import spark_tenants_program
 import spark_ways
 from spark_driver import Sessions, SparkDriver, new_session, serve, start_jvm
 
@@ -21,6 +22,7 @@ KINDS = {
     "pipelines": pipeline_program.main,
     "read": pipeline_program.read,
     "labels": spark_labels_program.main,
+    "tenants": spark_tenants_program.main,
     "prefixes": spark_prefixes_program.main,
     "overwrites": lambda sessions, arguments: spark_overwrites.main(sessions, CLIENTS, arguments),
     "ways": lambda sessions, arguments: spark_ways.main(sessions, CLIENTS, arguments),

@@ -291,7 +291,7 @@ def _table_options(
             leaves, labels = _schema_of_file(keys, table, schema_from)
             # A file of a partitioned table does not have them.
             leaves += [(name,) for name in partition_by if (name,) not in leaves]
-        return table_options(keys, table, leaves, partition_by, labels)
+        return table_options(keys, table, leaves, partition_by, labels, {})
     finally:
         if keys.kms is not None:
             keys.kms.close()

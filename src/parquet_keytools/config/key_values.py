@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from parquet_keytools.runtime.presentation import is_url
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
-_NEVER_IN_VALUES = re.compile(r"[%{}\x00-\x1f\x7f-\x9f]")
+_NEVER_IN_VALUES = re.compile(r"[%{}\x00-\x1f\x7f-\x9f]|__HIVE_DEFAULT_PARTITION__")
 _SEPARATOR = re.compile(r"[/\\]")
 _DOTS = {".", ".."}
 """A part of a path that a server may resolve, so that the identifier names another key."""

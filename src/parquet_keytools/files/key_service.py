@@ -103,8 +103,8 @@ class TablePolicy:
     def used_master_key_ids(self) -> list[str]:
         """Return the identifiers of the master keys that every file of this schema needs, so not of templates."""
         used = {self.table.footer_key, *(key.key_name for key in self.columns.values())}
-        used = {name for name in used if name is not None and not placeholders(name)}
-        return sorted({master_key_id for name, master_key_id in self.master_key_ids.items() if name in used})
+        identifiers = {master_key_id for name, master_key_id in self.master_key_ids.items() if name in used}
+        return sorted(identifier for identifier in identifiers if not placeholders(identifier))
 
     def with_column_values(
         self, footer: Footer, deks: Mapping[ColumnPath, SecretBytes] | None = None
@@ -262,7 +262,7 @@ class KeyService:
             key_values or {},
         )
 
-    def _with_values(self, policy: TablePolicy, location: FileLocation) -> TablePolicy:
+    def with_values(self, policy: TablePolicy, location: FileLocation | str) -> TablePolicy:
         """Return the policy with the master keys of the values that a file has.
 
         Raises:
@@ -474,7 +474,7 @@ class KeyService:
         Raises:
             ConfigurationError: A value of a placeholder is missing or not allowed.
         """
-        policy = self._with_values(policy, opened.location)
+        policy = self.with_values(policy, opened.location)
         footer, keys = opened.footer, opened.retriever
 
         def is_key(key_metadata: bytes | None, path: ColumnPath | None, name: str | None) -> bool:
@@ -504,7 +504,7 @@ class KeyService:
             deks = [
                 DekToWrap(any_dek, master_key_id, is_footer_key=False)
                 for name, master_key_id in policy.master_key_ids.items()
-                if name in used and not placeholders(name)
+                if name in used and not placeholders(master_key_id)
             ]
             self._wrapper.wrap(deks, self._wrapping(policy))
 
@@ -521,7 +521,7 @@ class KeyService:
         Raises:
             KmsError: A key cannot be wrapped.
         """
-        policy = self._with_values(policy, location)
+        policy = self.with_values(policy, location)
         table = policy.table
         own = {path: key.key_name for path, key in policy.columns.items() if key.kind == "column_key"}
         names = [table.footer_key, *(name for name in own.values() if name is not None)]

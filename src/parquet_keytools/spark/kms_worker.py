@@ -30,6 +30,7 @@ from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.spark.table_options import TableRequests, WriteRequests, id_of_jvm
 from parquet_keytools.spark.transport import (
     PREAMBLE,
+    TEMPLATES,
     Frame,
     KeyRequest,
     MalformedFrameError,
@@ -199,7 +200,7 @@ class KmsWorker:
         keys = KeyService(configuration, self._kms, time.monotonic)
         self._writes = WriteRequests(keys)
         self._iceberg = IcebergKeys(keys)
-        return b""
+        return TEMPLATES if any(table.has_templates for table in configuration.tables.values()) else b""
 
     def _check_write(self, content: bytes) -> bytes:
         """Compare a write with its table; return the options that name its keys, as JSON.

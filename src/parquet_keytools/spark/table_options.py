@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote_plus, unquote_plus
+from urllib.parse import parse_qsl, quote_plus, unquote_plus, urlencode
 
 from parquet_keytools.config.document import list_of_names
-from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference
+from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference, keys_of_value
 from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
 _COLUMNS = "parquet.keytools.columns"
+_KEY_VALUES = "parquet.keytools.key.values"
 _CACHE_NAME = "parquet.encryption.key.access.token"
 _COLUMN_KEYS = "parquet.encryption.column.keys"
 _KEY_OPTIONS = (
@@ -52,6 +53,7 @@ def table_options(
     leaves: Sequence[ColumnPath],
     partition_by: Sequence[str],
     field_labels: FieldLabels,
+    key_values: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the options; see `Keytools.spark_options`."""
     partition_by = list_of_names("partition_by", partition_by)
@@ -61,7 +63,8 @@ def table_options(
             raise ConfigurationError(f"the frame has no columns {', '.join(map(repr, sorted(unknown)))}.")
         keys.policy(table_name, leaves, field_labels).check_partition_columns(partition_by)
     written = [path for path in leaves if path[0] not in partition_by]
-    policy = keys.policy(table_name, written, field_labels)
+    policy = keys.policy(table_name, written, field_labels, key_values)
+    keys_of_value(keys.configuration, policy.table_name, key_values)
     reasons = spark_limits(policy)
     if reasons:
         raise UnsupportedBySparkError(reasons, hint=_HINT)
@@ -93,8 +96,6 @@ def spark_limits(policy: TablePolicy) -> list[str]:
     reasons = []
     if table.aad_prefix is not None:
         reasons.append("it does not support an AAD prefix together with keys from a KMS")
-    if table.has_templates:
-        reasons.append("it has one key for all files of a write, and this table has keys for each value")
     if len(policy.master_key_ids) < len({name for _, name in table.key_uses()}):
         reasons.append("it does not support data keys that the caller manages")
     if table.plaintext_footer:
@@ -159,6 +160,8 @@ def _other_options(policy: TablePolicy, written: Sequence[ColumnPath], kms: KmsC
     }
     if instances:
         options[KMS_INSTANCE] = instances[0]
+    if policy.key_values:
+        options[_KEY_VALUES] = urlencode(policy.key_values)
     if table.double_wrapping:
         options["parquet.encryption.kek.length.bits"] = str(table.effective_kek_length_bits)
     if any(path[-1:] == ("metadata",) for path in written):
@@ -209,9 +212,10 @@ class WriteRequests:
 
     A request is a JSON object: `table`; `columns`, the paths of the leaf columns that are written; `expected`, the
     columns that the options of the write were made for; `options`, these options; `schema`, the text of Spark's
-    schema in JSON; on the driver also `partitions`,
-    the columns that the write is partitioned by, and `catalog_table`, the name of the table in a catalog. May be
-    used by any number of threads.
+    schema in JSON; `key_values`, the values that the options give to placeholders. The driver adds `partitions`,
+    the columns that the write is partitioned by, and `catalog_table`, the name of the table in a catalog. If the
+    configuration has keys by template, `in_folders` has the folders above the file that can give values; on the
+    driver, the folders above all files. May be used by any number of threads.
     """
 
     def __init__(self, keys: KeyService) -> None:
@@ -225,11 +229,12 @@ class WriteRequests:
 
         Returns:
             The identifiers of the master keys that the write needs, and the options that name a key for each of
-            its columns; empty where an option does not apply.
+            its columns; empty where an option does not apply. Of a file, they name the keys of its values.
 
         Raises:
             ConfigurationError: Columns are missing, or no policy covers them; the options are others than the
-                table's; or the write is partitioned by a column under a key.
+                table's; the write is partitioned by a column under a key; or a value of a placeholder is missing
+                or not allowed.
             UnsupportedBySparkError: Spark cannot do what the table asks for now.
             ValueError: The content is no such request.
         """
@@ -240,6 +245,7 @@ class WriteRequests:
         found = {".".join(path) for path in leaves}
         expected = {unquote_plus(column) for column in request["expected"].split(",")}
         partitions = request.get("partitions", [])
+        key_values = dict(parse_qsl(request.get("key_values", "")))
         new, missing = sorted(found - expected), sorted(expected - found)
         mismatch = (
             f"The columns are not those that the options of table {name} were made for"
@@ -248,14 +254,13 @@ class WriteRequests:
             + "."
         )
         try:
-            wanted = table_options(
-                self._keys, name, [*leaves, *((column,) for column in partitions)], partitions, field_labels
-            )
+            all_leaves = [*leaves, *((column,) for column in partitions)]
+            wanted = table_options(self._keys, name, all_leaves, partitions, field_labels, key_values)
         except ConfigurationError as error:
             if new or missing:
                 raise ConfigurationError(mismatch, hint=f"First, {error}") from error
             raise
-        policy = self._keys.policy(name, leaves, field_labels)
+        policy = self._keys.policy(name, leaves, field_labels, key_values)
         differing = [option for option in wanted if _differs(option, options, wanted)]
         changed = [option for option in _KEY_OPTIONS if options.get(option, "") != wanted.get(option, "")]
         if _keys_of(options, found & expected) != _keys_of(wanted, found & expected):
@@ -273,6 +278,12 @@ class WriteRequests:
                 f"for table {name} they differ in {', '.join(sorted(set(differing)))}.",
                 hint=_new_options(request, [*differing, _COLUMNS], wanted),
             )
+        partitioned = {column.lower() for column in partitions}
+        # Only tasks know the values of partitions.
+        if "in_folders" in request and not any(name.lower() in partitioned for name in policy.table.key_values):
+            policy = self._keys.with_values(policy, request["in_folders"] or "the write")
+            assert self._keys.kms is not None
+            wanted |= _key_options(policy, self._keys.kms)
         return policy.used_master_key_ids(), {option: wanted.get(option, "") for option in _KEY_OPTIONS}
 
 
@@ -319,7 +330,8 @@ class TableRequests:
     A request is a JSON object: `table`, empty where the reader named none; `file`, for messages; `algorithm`;
     `footer_key`, the footer's master key as the file names it; and `columns`, once the footer is authentic: each a
     path, a kind of encryption, and a master key or null; and with these `folders`, the names of columns that
-    folders above the file give values to. May be used by any number of threads.
+    folders above the file give values to. Where the configuration has keys by template, `in_folders` are the
+    folders above the file that can give values. May be used by any number of threads.
     """
 
     def __init__(self, configuration: Configuration, kms: KmsClient | None = None) -> None:
@@ -349,7 +361,7 @@ class TableRequests:
         check = self._check_of(request["table"], request["file"])
         algorithm = Algorithm(request["algorithm"])
         footer_key = self._key(request["footer_key"])
-        check = check.for_file(request["file"], [footer_key, *(column.key for column in columns)])
+        check = check.for_file(request.get("in_folders", ""), [footer_key, *(column.key for column in columns)])
         mismatches = check.footer_mismatches(algorithm, footer_key)
         check.refuse(request["file"], [*mismatches, *check.column_mismatches(footer_key, columns)])
         keyed = [(name,) for name in check.keyed(folders)]

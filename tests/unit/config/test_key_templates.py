@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from pyspark.sql.types import StringType, StructField, StructType
 from typer.testing import CliRunner
 
 from parquet_keytools import Keytools
@@ -23,7 +22,6 @@ from parquet_keytools.errors import (
     KmsError,
     TableMismatchError,
     UnsupportedByArrowError,
-    UnsupportedBySparkError,
 )
 from parquet_keytools.kms.in_memory import InMemoryKms
 
@@ -104,11 +102,9 @@ def test_files_are_encrypted_in_place_under_the_key_of_their_folder(tmp_path: Pa
     assert make_for_partitions().read_table(tmp_path / "d").num_rows == 3
 
 
-def test_pyarrow_and_spark_cannot_use_templates() -> None:
+def test_pyarrow_cannot_use_templates() -> None:
     with pytest.raises(UnsupportedByArrowError, match="each value"):
         make_for_partitions().encryption_properties(None, PLAIN.schema, "tenant=acme/x.parquet")
-    with pytest.raises(UnsupportedBySparkError, match="each value"):
-        make_for_partitions().spark_options("events", StructType([StructField("email", StringType())]))
 
 
 def test_a_file_under_another_value_is_not_skipped(tmp_path: Path) -> None:
@@ -199,6 +195,13 @@ def test_the_pattern_refuses_values(tmp_path: Path, value: str) -> None:
     with pytest.raises(ConfigurationError, match="refuses"):
         make("argument").write_table(PLAIN, tmp_path / "data.parquet", key_values={"tenant": value})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_null_is_no_value(tmp_path: Path) -> None:
+    any_value = {"key_values": {"tenant": {"from": "partition", "pattern": ".+"}}}
+    data = pa.table({"tenant": ["acme", None], "email": ["a@x", "b@x"], "day": [1, 2]})
+    with pytest.raises(ConfigurationError, match="refuses the value '__HIVE_DEFAULT_PARTITION__'"):
+        make_for_partitions(**any_value).write_dataset(data, tmp_path / "d", partitioning=["tenant"])
 
 
 @pytest.mark.parametrize("key_values", [None, {}, {"tenat": "acme"}])

@@ -110,7 +110,7 @@ CHANGES: dict[str, tuple[Any, dict[str, str] | str]] = {
 
 def test_every_setting_is_there() -> None:
     # Labels only give columns keys: tests/services/test_spark_labels.py.
-    # Keys by template are refused: tests/unit/config/test_key_templates.py.
+    # Values only choose keys: tests/services/test_spark_tenants.py.
     settings = TableSettings.model_fields.keys() - {"labels_from", "unlabelled", "key_values"}
     assert CHANGES.keys() == settings, "map it in table_options, or refuse it"
 

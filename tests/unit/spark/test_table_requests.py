@@ -240,3 +240,51 @@ def test_statements_quote_what_names_contain() -> None:
     with pytest.raises(ConfigurationError) as caught:
         WriteRequests(keys).check(json.dumps(request | {"catalog_table": "`x`"}).encode())
     assert r"'pii:a,it\'s \\'" in str(caught.value)
+
+
+# --- keys by template ---
+
+TEMPLATES: dict[str, Any] = {
+    "footer_key": "footer",
+    "column_keys": {"of-{m}": ["a"]},
+    "unlisted_columns": "footer_key",
+    "key_values": {"m": {"from": "partition", "pattern": "[a-z]{1,3}"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("folders", "is_own"),
+    [("m=x/", True), ("day=1/M=%78/", True), ("m=y/", False), ("", False), ("m=x/m=y/", False), ("m=X/", False)],
+)
+def test_a_file_is_under_the_key_of_its_folder(folders: str, is_own: bool) -> None:
+    columns = [[["a"], "COLUMN_KEY", "of-x"], [["b"], "FOOTER_KEY", None]]
+    request = {"columns": columns, "in_folders": folders, "file": f"/lake/{folders}f.parquet"}
+    if is_own:
+        assert answer({"t": TEMPLATES}, **request) == b""
+    else:
+        with pytest.raises(TableMismatchError, match="of-"):
+            answer({"t": TEMPLATES}, **request)
+
+
+def test_a_write_has_the_keys_of_its_values() -> None:
+    tables = {"t": TEMPLATES}
+
+    def keys_of(options: dict[str, str], **request: Any) -> list[str]:
+        return check_write(options, tables=tables, **request)
+
+    options = stored_options(TEMPLATES)
+    assert keys_of(options, in_folders="m=x/") == ["footer", "of-x"]
+    # On the driver, only tasks know the values; a stream has no folder yet.
+    assert keys_of(options, in_folders="", partitions=["m"]) == keys_of(options) == ["footer"]
+    for folders, text in {"": "the write has no value of m", "m=X/": "refuses the value 'X'"}.items():
+        with pytest.raises(ConfigurationError, match=text):
+            keys_of(options, in_folders=folders)
+
+    tables = {"t": TEMPLATES | {"key_values": {"m": {"from": "argument", "pattern": "[a-z]{1,3}"}}}}
+    assert keys_of(stored_options(tables["t"]), in_folders="", key_values="m=y") == ["footer", "of-y"]
+    with pytest.raises(ConfigurationError, match="differ: 'x', 'y'"):
+        keys_of(stored_options(tables["t"]), in_folders="m=x/", key_values="m=y")
+    with pytest.raises(ConfigurationError, match="no key of the table 't' has the placeholder 'n'"):
+        Keytools.from_mapping({"version": 1, "kms": KMS, "tables": tables}).spark_options(
+            "t", t.StructType([t.StructField("a", t.StringType())]), key_values={"n": "x"}
+        )

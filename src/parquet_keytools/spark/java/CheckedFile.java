@@ -92,12 +92,13 @@ final class CheckedFile implements DecryptionKeyRetriever {
     request.put("table", table);
     request.put("algorithm", tail.algorithmName());
     request.put("footer_key", keys.masterKeyId(tail.footerKeyMetadata));
+    worker.addFolders(request, path);
     ExpectedAadPrefix expected =
         new ExpectedAadPrefix(configuration, worker.check(request, path.toString()), path);
     ArrayNode folders = foldersWithValues();
     // Nothing authenticates a key material file: what it said once of the keys of columns it need not say again.
     String external = keys.externalDigest();
-    String digest = worker.identity() + '\n' + table + '\n' + expected.identity() + '\n' + folders + '\n'
+    String digest = worker.identity() + '\n' + worker.starts() + '\n' + request.path("in_folders") + '\n' + table + '\n' + expected.identity() + '\n' + folders + '\n'
         + tail.digest() + '\n' + external;
     synchronized (AUTHENTIC) {
       Object known = AUTHENTIC.get(digest);

@@ -30,6 +30,7 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
   private static final String PLAINTEXT_WRITES = "parquet.keytools.plaintext.writes";
   private static final String PLAINTEXT_READS = "parquet.keytools.plaintext.reads";
   private static final String COLUMNS = "parquet.keytools.columns";
+  private static final String KEY_VALUES = "parquet.keytools.key.values";
   private static final String TABLE = CheckedFile.TABLE;
   private static final String SCHEMA = "org.apache.spark.sql.parquet.row.metadata";
   private static final String CTR_FILES = "parquet.keytools.ctr.files";
@@ -38,7 +39,7 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
 
   public FileEncryptionProperties getFileEncryptionProperties(
       Configuration configuration, Path path, WriteSupport.WriteContext context) {
-    Configuration ours = checkWrite(configuration, path.getName(), context, JSON.createObjectNode());
+    Configuration ours = checkWrite(configuration, path.getName(), path, context, JSON.createObjectNode());
     if (ours == null) {
       return null;
     }
@@ -55,12 +56,13 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
    * Fails where files would not be encrypted as their table says.
    *
    * @param place what is written, for messages
+   * @param file a file that is written, on the driver any name in the folder of all; null where that is not known
    * @param request what the worker is asked, besides what is the same for each file
    * @return what parquet-java encrypts with: the keys of all columns, of those too that are new since the options were
    *     made; null where plaintext is meant
    */
   static Configuration checkWrite(
-      Configuration configuration, String place, WriteSupport.WriteContext context, ObjectNode request) {
+      Configuration configuration, String place, Path file, WriteSupport.WriteContext context, ObjectNode request) {
     if (keyOption(configuration) == null) {
       if (isPlaintextAllowed(configuration)) {
         return null;
@@ -103,6 +105,10 @@ public class KeytoolsCryptoFactory extends PropertiesDrivenCryptoFactory {
     }
     request.put("table", configuration.get(TABLE));
     request.put("expected", expected);
+    request.put("key_values", configuration.get(KEY_VALUES, ""));
+    if (file != null) {
+      KmsWorker.of(configuration).addFolders(request, file);
+    }
     ArrayNode columns = request.putArray("columns");
     for (Object column : context.getSchema().getColumns()) {
       ArrayNode path = columns.addArray();

@@ -10,6 +10,7 @@ import java.util.Base64;
 import java.util.HashMap;
 import java.util.Map;
 import org.apache.hadoop.conf.Configuration;
+import org.apache.hadoop.fs.Path;
 import org.apache.parquet.crypto.KeyAccessDeniedException;
 import org.apache.parquet.crypto.ParquetCryptoRuntimeException;
 import org.apache.spark.SparkEnv;
@@ -28,6 +29,8 @@ final class KmsWorker {
 
   static final int OK = 0;
   static final int DENIED = 1;
+
+  private static final String TEMPLATES = "templates";
 
   static final String CONFIGURATION = "parquet.keytools.configuration";
   private static final String PYTHON = "parquet.keytools.worker.python";
@@ -53,6 +56,8 @@ final class KmsWorker {
   private int failures = 0;
   private long lastFailure = 0;
   private String lastReason = "";
+  private boolean hasTemplates = false;
+  private int starts = 0;
 
   private KmsWorker(String python, String encodedConfiguration, long timeoutMilliseconds) {
     this.python = python;
@@ -138,6 +143,33 @@ final class KmsWorker {
     return encodedConfiguration;
   }
 
+  /** Returns how many processes there were: what one of them answered says nothing of the next. */
+  synchronized int starts() {
+    running();
+    return starts;
+  }
+
+  /** Adds the folders above a file that can give values, where its keys depend on these. */
+  synchronized void addFolders(ObjectNode request, Path file) {
+    running();
+    if (!hasTemplates) {
+      return;
+    }
+    String folders = "";
+    for (Path folder = file.getParent(); folder != null; folder = folder.getParent()) {
+      if (folder.getName().indexOf('=') >= 0 || folder.getName().indexOf('%') >= 0) {
+        folders = folder.getName() + '/' + folders;
+      }
+    }
+    request.put("in_folders", folders);
+  }
+
+  /** Returns whether the keys of files depend on their folders. */
+  synchronized boolean hasTemplates() {
+    running();
+    return hasTemplates;
+  }
+
   /** Asks the worker to wrap or unwrap a key; what is sent is zeroed then. */
   byte[] askForKey(int operation, byte[] key, String masterKeyId) {
     byte[] name = masterKeyId.getBytes(StandardCharsets.UTF_8);
@@ -211,6 +243,7 @@ final class KmsWorker {
         started.end(0);
         throw new WorkerGoneException(new String(answer.content, StandardCharsets.UTF_8));
       }
+      hasTemplates = TEMPLATES.equals(new String(answer.content, StandardCharsets.UTF_8));
     } catch (IOException error) {
       String reason = "The KMS worker could not be started with " + python + ": " + error.getMessage()
           + ". Set spark.pyspark.python (for a catalog of Iceberg its property keytools.python) to a Python on every"
@@ -224,6 +257,12 @@ final class KmsWorker {
       }
       failed(started, reason);
       throw new ParquetCryptoRuntimeException(reason);
+    }
+    if (starts++ > 0) {
+      // The new process trusts the master keys of values only when it has seen files with them.
+      synchronized (checked) {
+        checked.clear();
+      }
     }
     process = started;
     return started;

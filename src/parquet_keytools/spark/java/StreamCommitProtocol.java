@@ -64,7 +64,7 @@ public class StreamCommitProtocol extends ManifestFileCommitProtocol {
       }
     } else if (KeytoolsCryptoFactory.isOurs(configuration)) {
       KeytoolsCryptoFactory.checkWrite(
-          configuration, "The stream", new ParquetWriteSupport().init(configuration),
+          configuration, "The stream", null, new ParquetWriteSupport().init(configuration),
           new ObjectMapper().createObjectNode());
     }
   }

@@ -110,10 +110,12 @@ final class WriteCheck extends SparkStrategy {
   private void checkFiles(V1WriteCommand write) {
     CatalogTable table = tableOf((Product) write);
     String place = table == null ? write.fileFormat().toString() : table.identifier().table();
+    Path file = null;
     if (write instanceof InsertIntoHadoopFsRelationCommand) {
       InsertIntoHadoopFsRelationCommand files = (InsertIntoHadoopFsRelationCommand) write;
       SaveMode mode = files.mode();
       place = files.outputPath().toString();
+      file = new Path(files.outputPath(), "new");
       if ((mode == SaveMode.Ignore || mode == SaveMode.ErrorIfExists) && exists(files.outputPath())) {
         return; // Spark writes nothing.
       }
@@ -128,7 +130,7 @@ final class WriteCheck extends SparkStrategy {
         schema = schema.add(column.name(), column.dataType(), column.nullable(), column.metadata());
       }
     }
-    checkFormat(write.fileFormat(), place, write.options(), table, schema, partitions);
+    checkFormat(write.fileFormat(), place, file, write.options(), table, schema, partitions);
   }
 
   /**
@@ -164,7 +166,7 @@ final class WriteCheck extends SparkStrategy {
     }
     if (source instanceof FileFormat) {
       FileFormat format = (FileFormat) source;
-      checkFormat(format, table.identifier().table(), options, null, schema, partitions);
+      checkFormat(format, table.identifier().table(), null, options, null, schema, partitions);
     } else {
       refuseOthers(provider, options, table);
     }
@@ -179,7 +181,8 @@ final class WriteCheck extends SparkStrategy {
   }
 
   private void checkFormat(
-      FileFormat format, String place, Map options, CatalogTable table, StructType schema, TreeSet partitions) {
+      FileFormat format, String place, Path file, Map options, CatalogTable table, StructType schema,
+      TreeSet partitions) {
     if (!(format instanceof ParquetFileFormat)) {
       if (table != null && isHiveParquet(table.storage())) {
         refuseHive(options);
@@ -218,8 +221,12 @@ final class WriteCheck extends SparkStrategy {
       Job job = Job.getInstance(configuration);
       format.prepareWrite(session, job, options, schema);
       WriteSupport.WriteContext context = new ParquetWriteSupport().init(job.getConfiguration());
-      Configuration ours = KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, context, request);
-      if (ours != null && needsKeys && isLocal) {
+      Configuration ours = KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, file, context, request);
+      if (ours != null && needsKeys && isLocal && KmsWorker.of(configuration).hasTemplates()) {
+        // Only tasks know the values of partitions.
+        request.put("keys", true);
+        KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, file, context, request);
+      } else if (ours != null && needsKeys && isLocal) {
         // Tasks find the KEKs in the cache that they share with the driver.
         new KeytoolsCryptoFactory().getFileEncryptionProperties(job.getConfiguration(), new Path("/new"), context);
       }
