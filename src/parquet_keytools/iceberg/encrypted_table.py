@@ -514,8 +514,8 @@ def create_table(
         properties: Its other properties.
 
     Raises:
-        ConfigurationError: The catalog has another FileIO, AES has no keys of this length, or labels of columns
-            want another key.
+        ConfigurationError: The catalog has another FileIO, AES has no keys of this length, the key is a template
+            such as `tenant-{tenant}`, or labels of columns want another key.
         KmsError: The KMS does not wrap keys with the master key; no table was created.
     """
     if data_key_length_bits not in KEY_LENGTHS_BITS:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from parquet_keytools import strict_base64
+from parquet_keytools.config.key_values import placeholders, with_value
 from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.errors import (
     ConfigurationError,
@@ -93,12 +94,18 @@ class IcebergKeys:
         someone else put into the metadata file, before the KEK encrypts anything.
 
         Raises:
+            ConfigurationError: The key is a template: a table has one master key.
             MasterKeyNotTrustedError: The configuration does not name this master key, which could be anyone's.
             KmsError: The KMS does not wrap or unwrap it.
         """
-        kms = self._kms_for(master_key_id)
+        kms, identifier = self._kms_for(master_key_id), self.master_key_id(master_key_id)
+        if placeholders(identifier):
+            raise ConfigurationError(
+                f"an Iceberg table has one master key, and {identifier!r} names one for each value.",
+                hint=f"Create one table for each value, under a key such as {with_value(identifier, 'VALUE')!r}.",
+            )
         with _hint_for_tables():
-            wrapped = kms.wrap_raw(kek, self.master_key_id(master_key_id))
+            wrapped = kms.wrap_raw(kek, identifier)
         if self.kek(wrapped, master_key_id) != kek:
             raise KmsResponseInvalidError(
                 "the wrapped KEK does not unwrap to the KEK",

@@ -291,12 +291,12 @@ class KmsWorker:
             self.statistics.add(operation, 1)
             try:
                 answer = call(request)
-            except KmsError as error:
+            except KeytoolsError as error:
                 self._refuse(frame, error)
             else:
                 self._answer(frame, Status.OK, answer)
 
-    def _refuse(self, frame: Frame, error: KmsError) -> None:
+    def _refuse(self, frame: Frame, error: KeytoolsError) -> None:
         # parquet-java reads the other columns then.
         status = Status.DENIED if isinstance(error, KEY_REFUSALS) else Status.FAILED
         self._answer(frame, status, str(error).encode(errors="replace"))

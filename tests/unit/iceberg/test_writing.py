@@ -71,6 +71,16 @@ def test_append_overwrite_and_delete_are_read_by_us_and_by_others(lake: Lake) ->
     lake.assert_no_plaintext()
 
 
+def test_a_key_for_each_value_is_refused(lake: Lake) -> None:
+    """The keys of data files are in manifests, which have one key for all partitions."""
+    schema = Schema(NestedField(1, "tenant", StringType(), required=False))
+    spec = PartitionSpec(PartitionField(1, 1000, IdentityTransform(), "tenant"))
+    catalog = lake.catalog()
+    with pytest.raises(ConfigurationError, match=r"one master key.*Create one table for each value.*'of-VALUE'"):
+        create_table(catalog, "db.t", schema, encryption_key="of-{tenant}", partition_spec=spec)
+    assert not catalog.table_exists("db.t")
+
+
 @pytest.mark.parametrize("bits", [128, 192, 256])
 def test_keys_have_the_length_of_the_table_and_each_file_has_its_own(lake: Lake, bits: int) -> None:
     table = lake.create(data_key_length_bits=bits)

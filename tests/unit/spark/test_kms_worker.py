@@ -153,6 +153,8 @@ def test_keks_of_iceberg_have_the_raw_form(kms: SlowKms, configuration: Path) ->
             assert refused.kind != Status.OK and text in refused.content
         short = asker.ask(Operation.WRAP_KEK, key_request_bytes(KeyRequest("pii", KEY[:5])))
         assert short.kind == Status.FAILED and b"16, 24 or 32 bytes, not 5" in short.content
+        template = asker.ask(Operation.WRAP_KEK, key_request_bytes(KeyRequest("of-{tenant}", KEY)))
+        assert template.kind == Status.FAILED and b"an Iceberg table has one master key" in template.content
 
 
 def test_files_are_compared_with_their_table(kms: SlowKms, tmp_path: Path) -> None:
