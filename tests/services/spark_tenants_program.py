@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -104,4 +107,12 @@ def read(spark: Any, tools: Keytools, folder: Path, path: str, options: dict[str
     return [list(row) for row in counted.collect()]
 
 
-CALLS = {"write": write, "read": read, "table": table, "stream": stream}
+def kill(spark: Any, tools: Keytools, folder: Path) -> int:
+    """Kill the KMS workers of the driver; return how many there were."""
+    counts = json.loads(spark._jvm.parquet_keytools.PythonKmsClient.statistics())
+    for worker in counts:
+        os.kill(worker["process"], signal.SIGKILL)
+    return len(counts)
+
+
+CALLS = {"kill": kill, "write": write, "read": read, "table": table, "stream": stream}

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from aws_fake import ACCOUNT, REGION, FakeKms, serve
 from spark_cluster import PASSPHRASE, VARIABLE, SparkCluster
 from spark_driver import SparkDriver
 from test_spark_bridge import kms_calls
@@ -215,6 +216,40 @@ def test_the_data_of_one_tenant_becomes_unreadable(lake: Lake, events: dict[str,
     for found in (own, everything, days):
         assert "prod/t07" in found
     assert not files_of(lake.folder / "disabled")
+
+
+ARN = f"arn:aws:kms:{REGION}:{ACCOUNT}:key/"
+FOREIGN = """
+version: 1
+kms: {{type: aws, region: {region}, endpoint_url: "{url}"}}
+master_keys: {{footer: alias/footer, "tenant-{{tenant}}": "{arn}{{tenant}}"}}
+tables:
+  given:{table}argument, pattern: "[a-z0-9-]{{1,8}}"}}}}
+"""
+
+
+def test_a_new_worker_trusts_the_keys_of_values(
+    tmp_path: Path, spark_driver: SparkDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ARNs may name keys of other accounts: only a compared file makes a process trust them."""
+    for name, value in spark_driver.environment.items():
+        monkeypatch.setenv(name, value)
+    fake = FakeKms()
+    fake.add_key("footer")
+    fake.add_key(key_id="t01")
+    config = tmp_path / "c.yaml"
+    with serve(fake) as url:
+        config.write_text(FOREIGN.format(region=REGION, url=url, arn=ARN, table=TABLE))
+        for name in ("first", "second"):
+            # Each has KEKs of its own, which the JVM does not know.
+            rows = pa.table({"tenant": ["t01"], "email": ["t01-1@canary"], "day": [1]})
+            with Keytools.from_yaml(config) as tools:
+                tools.write_table(rows, tmp_path / f"{name}.parquet", key_values={"tenant": "t01"})
+        given = {"table": "given"}
+        calls = [("read", "first.parquet", given), ("kill",), ("read", "second.parquet", given)]
+        job = {"master": "local[1]", "folder": tmp_path, "config": config}
+        found = spark_driver.do(kind="tenants", calls=calls, **job)["found"]
+    assert found[0] == found[2] == [["t01", 1]] and found[1] >= 1
 
 
 @pytest.fixture(scope="module")
