@@ -115,4 +115,4 @@ def kill(spark: Any, tools: Keytools, folder: Path) -> int:
     return len(counts)
 
 
-CALLS = {"kill": kill, "write": write, "read": read, "table": table, "stream": stream}
+CALLS: dict[str, Any] = {"kill": kill, "write": write, "read": read, "table": table, "stream": stream}
