@@ -356,6 +356,19 @@ def test_the_writer_policy_suffices_and_is_no_more(openbao: OpenBao) -> None:
                 call()
 
 
+def test_a_rotation_reads_a_key_once(openbao: OpenBao) -> None:
+    """It looks at the versions of each of a thousand tenants' keys, and then re-wraps under it."""
+    name = openbao.create_key()
+    with vault_kms(openbao, token=openbao.root_token) as kms:
+        wrapped = wrap_one(kms, KEY, name)
+    openbao.rotate_key(name)
+    with vault_kms(openbao, token=openbao.root_token) as kms:
+        seen = requests_seen(kms)
+        assert kms.describe(name).current_version == "2"
+        assert kms.wrapped_key_version(rewrap_one(kms, wrapped, name), name) == "2"
+        assert [path for _, path in seen if name in path] == [f"transit/keys/{name}", f"transit/rewrap/{name}"]
+
+
 def test_a_writer_without_read_can_write(openbao: OpenBao) -> None:
     name = openbao.create_key()
     policy = openbao.write_policy({f"transit/encrypt/{name}": ["update"]})

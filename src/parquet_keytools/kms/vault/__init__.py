@@ -245,17 +245,18 @@ class VaultKms(RemoteKmsClient):
             if isinstance(fact, KmsAccessDeniedError) and not fact.detail:
                 # The policy may allow only to encrypt. If it allows nothing, the call itself fails.
                 facts[name] = None
+                self._key_facts[name] = now, None
             elif isinstance(fact, KmsError):
                 failures[name] = fact
-                continue
             else:
                 facts[name] = fact
-            self._key_facts[name] = now, facts[name]
         return facts, failures
 
     def _read_key(self, master_key_id: str, seconds: float) -> TransitKey:
         path = f"/v1/{self.settings.mount_point}/keys/{master_key_id}"
-        return TransitKey.read(master_key_id, self._request("GET", path, seconds))
+        fact = TransitKey.read(master_key_id, self._request("GET", path, seconds))
+        self._key_facts[master_key_id] = self._time.clock(), fact
+        return fact
 
     # --- requests ---
 
