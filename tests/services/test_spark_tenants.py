@@ -42,6 +42,11 @@ master_keys: {{"tenant-{{tenant}}": "prod/{{tenant}}"}}
 tables:
   events:{TABLE}partition, pattern: "[a-z0-9-]{{1,8}}|{ODD}|__.*"}}}}
   given:{TABLE}argument, pattern: "[a-z0-9-]{{1,8}}"}}}}
+  valued:{TABLE}column, pattern: "[a-z0-9-]{{1,8}}"}}}}
+  of t02:
+    footer_key: footer
+    column_keys: {{prod/t02: [email]}}
+    plaintext_columns: [day, tenant]
 """
 
 
@@ -132,6 +137,18 @@ def test_a_file_of_another_tenant_is_refused(lake: Lake, events: dict[str, Any])
     assert "the key 'tenant-{tenant}' of one value" in nowhere
     with pytest.raises(TableMismatchError):
         lake.tools.read_table(lake.folder / "moved", table_name="events")
+
+
+def test_a_file_is_under_the_key_of_its_column(lake: Lake) -> None:
+    folder = lake.folder / "valued"
+    for name, table in (("own", "valued"), ("others", "of t02")):
+        rows = pa.table({"tenant": ["t01"], "email": ["t01-1@canary"], "day": [1]})
+        (folder / name).mkdir(parents=True)
+        lake.tools.write_table(rows, folder / name / "x.parquet", table_name=table)
+    valued = {"table": "valued"}
+    own, others = lake.calls(("read", "valued/own", valued), ("read", "valued/others", valued))
+    assert own == [["t01", 1]]
+    assert "x.parquet" in others and "it has another value" in others and "the keys of 't02'" in others
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

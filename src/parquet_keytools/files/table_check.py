@@ -12,7 +12,7 @@ import functools
 import re
 import unicodedata
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -104,7 +104,6 @@ class TableCheck:
         *,
         ignores_case: bool = False,
         moves: Iterable[tuple[str, str]] = (),
-        trust: Callable[[Iterable[str]], None] | None = None,
     ) -> None:
         """Resolve the names of keys, without a KMS call.
 
@@ -113,7 +112,6 @@ class TableCheck:
             table_name: The table.
             ignores_case: Whether the reader of the files ignores the case of column names.
             moves: Old and new master key of each current move, in addition to those under `rotation`.
-            trust: Receives the master keys of templates before a file under them is read; see `KmsClient.trust`.
 
         Raises:
             ConfigurationError: The table does not exist, or names a key that is not declared.
@@ -129,7 +127,6 @@ class TableCheck:
         plaintext = [*table.plaintext_columns, *(one.column for one in labels if one.key is None)]
         self._plaintext_columns = [pattern.replace("[", "[[]") for pattern in plaintext]
         self._moves = [*moved_master_key_ids(configuration), *moves]
-        self._trust = trust
         self._of_values: dict[tuple[tuple[str, str], ...], TableCheck] = {}
         self._values: Mapping[str, str] = {}
         self._set_keys({name: resolve_key(configuration, name) for _, name in table.key_names()}, {})
@@ -191,8 +188,6 @@ class TableCheck:
             check = copy.copy(self)
             check._set_keys(self._keys, keys)
             check._values = dict(values)
-            if self._trust is not None:
-                self._trust(key.master_key_id for key in keys.values())
             if len(self._of_values) >= _MOST_VALUES:
                 self._of_values.clear()
             self._of_values[values] = check

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from parquet_keytools.config.key_policy import check_key_names, configured_master_key_ids
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import KEY_REFUSALS, KeytoolsError, KmsError
 from parquet_keytools.files.key_service import KeyService
@@ -30,7 +29,6 @@ from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.spark.table_options import TableRequests, WriteRequests, id_of_jvm
 from parquet_keytools.spark.transport import (
     PREAMBLE,
-    TEMPLATES,
     Frame,
     KeyRequest,
     MalformedFrameError,
@@ -195,12 +193,18 @@ class KmsWorker:
     def _start(self, content: bytes) -> bytes:
         folder, _, text = content.partition(b"\n")
         configuration = received_configuration(text.decode(), Path(os.fsdecode(folder)))
-        self._kms = _kms_of(configuration)
-        self._tables = TableRequests(configuration, self._kms)
-        keys = KeyService(configuration, self._kms, time.monotonic)
+        kms = _kms_of(configuration)
+        keys = KeyService(configuration, kms, time.monotonic)
+        self._kms = kms
+        self._tables = TableRequests(configuration, kms)
         self._writes = WriteRequests(keys)
         self._iceberg = IcebergKeys(keys)
-        return TEMPLATES if any(table.has_templates for table in configuration.tables.values()) else b""
+        tables = configuration.tables.values()
+        facts = {
+            "templates": any(table.has_templates for table in tables),
+            "values": any(table.value_columns for table in tables),
+        }
+        return " ".join(name for name, is_so in facts.items() if is_so).encode()
 
     def _check_write(self, content: bytes) -> bytes:
         """Compare a write with its table; return the options that name its keys, as JSON.
@@ -321,8 +325,6 @@ def _key_to_wrap(request: KeyRequest) -> SecretBytes:
 def _kms_of(configuration: Configuration) -> KmsClient:
     kms = make_client(kms_for_spark(configuration), configuration.folder)
     refuse_generated_keys(kms)
-    check_key_names(configuration, kms.master_key_ids())
-    kms.trust(configured_master_key_ids(configuration))
     return kms
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
+from parquet_keytools.files.column_values import ColumnValue, value_of_chunks
 from parquet_keytools.files.field_labels import labels_of_spark
 from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, refuse_values_of_folders
+from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
 from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.spark.session import (
@@ -96,6 +99,8 @@ def spark_limits(policy: TablePolicy) -> list[str]:
     reasons = []
     if table.aad_prefix is not None:
         reasons.append("it does not support an AAD prefix together with keys from a KMS")
+    if table.value_columns:
+        reasons.append("it asks for the keys of a file before it knows the values of its columns")
     if len(policy.master_key_ids) < len({name for _, name in table.key_uses()}):
         reasons.append("it does not support data keys that the caller manages")
     if table.plaintext_footer:
@@ -331,7 +336,8 @@ class TableRequests:
     `footer_key`, the footer's master key as the file names it; and `columns`, once the footer is authentic: each a
     path, a kind of encryption, and a master key or null; and with these `folders`, the names of columns that
     folders above the file give values to. Where the configuration has keys by template, `in_folders` are the
-    folders above the file that can give values. May be used by any number of threads.
+    folders above the file that can give values, and `keys` the master keys of all columns. Where keys depend on
+    values of columns, `footer` is the authentic footer, in base64. May be used by any number of threads.
     """
 
     def __init__(self, configuration: Configuration, kms: KmsClient | None = None) -> None:
@@ -361,11 +367,16 @@ class TableRequests:
         check = self._check_of(request["table"], request["file"])
         algorithm = Algorithm(request["algorithm"])
         footer_key = self._key(request["footer_key"])
-        check = check.for_file(request.get("in_folders", ""), [footer_key, *(column.key for column in columns)])
+        keys = [footer_key, *(column.key for column in columns), *map(self._key, request.get("keys", []))]
+        check = check.for_file(request.get("in_folders", ""), keys)
         mismatches = check.footer_mismatches(algorithm, footer_key)
         check.refuse(request["file"], [*mismatches, *check.column_mismatches(footer_key, columns)])
         keyed = [(name,) for name in check.keyed(folders)]
         refuse_values_of_folders(request["file"], folders, [*encrypted, *keyed], check)
+        if "footer" in request:
+            footer, _ = FileMetaData.read(b64decode(request["footer"]))
+            values = {name: _value_in(footer, name) for name in check.settings.value_columns}
+            check.refuse(request["file"], check.value_mismatches(values))
         return (table_aad_prefix(self._configuration, check.table_name) or "").encode()
 
     def _check_of(self, table_name: str, file: str) -> TableCheck:
@@ -377,8 +388,7 @@ class TableRequests:
         check = self._checks.get(table_name)
         if check is None:
             name, _ = self._configuration.select_table(table_name or None)
-            trust = None if self._kms is None else self._kms.trust
-            check = TableCheck(self._configuration, name, ignores_case=True, trust=trust)
+            check = TableCheck(self._configuration, name, ignores_case=True)
             self._checks[table_name] = check
         return check
 
@@ -389,6 +399,26 @@ class TableRequests:
         if kind not in ColumnEncryption.__members__:
             raise ValueError("there is no such kind of encryption")
         return SeenColumn(tuple(path), ColumnEncryption[kind], None if named is None else self._key(named))
+
+
+def _value_in(footer: FileMetaData, name: str) -> ColumnValue:
+    """Return the value of a column in a footer."""
+    found: list[tuple[int, ColumnMetaData]] = []
+    for group in footer.row_groups:
+        for ordinal, chunk in enumerate(group.columns):
+            crypto, metadata = chunk.crypto_metadata, chunk.meta_data
+            if crypto is not None and crypto.encryption_with_column_key is not None:
+                if tuple(crypto.encryption_with_column_key.path_in_schema) == (name,):
+                    return ColumnValue(
+                        problem=f"column {name!r} has a key of its own, and Spark cannot compare it"
+                    )
+            elif metadata is not None and tuple(metadata.path_in_schema) == (name,):
+                found.append((ordinal, metadata))
+    if footer.row_groups and not found:
+        return ColumnValue(problem=f"there is no column {name!r} at the top level")
+    if not found:
+        return ColumnValue()
+    return value_of_chunks(name, footer.schema, found[0][0], [chunk for _, chunk in found])
 
 
 def id_of_jvm(kms: KmsClient | None, named: str) -> str:

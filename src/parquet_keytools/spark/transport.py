@@ -116,9 +116,6 @@ def prove_keys(kms: KmsClient, master_key_ids: Iterable[str]) -> None:
 PREAMBLE = b"\x89PKTW1\r\n"
 """What a worker sends before its first frame; what Python's start-up may print comes before that."""
 
-TEMPLATES = b"templates"
-"""What a worker answers to its configuration where the keys of a file depend on its folders; else nothing."""
-
 MOST_BYTES = 1 << 24
 """Of a frame, its length not counted."""
 

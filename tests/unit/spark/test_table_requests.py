@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import types as t
 
@@ -264,6 +267,40 @@ def test_a_file_is_under_the_key_of_its_folder(folders: str, is_own: bool) -> No
     else:
         with pytest.raises(TableMismatchError, match="of-"):
             answer({"t": TEMPLATES}, **request)
+
+
+def test_a_file_is_under_the_key_of_its_column() -> None:
+    table = TEMPLATES | {"key_values": {"m": {"from": "column", "pattern": "[a-z]{1,3}"}}}
+    request = {"in_folders": "", "keys": ["of-x"]}
+
+    def footer_of(**columns: Any) -> str:
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(columns), sink)
+        file = sink.getvalue().to_pybytes()
+        length = int.from_bytes(file[-8:-4], "little")
+        return base64.b64encode(file[-8 - length : -8]).decode()
+
+    assert answer({"t": table}, footer=footer_of(a=["c", "d"], m=["x", "x"]), **request) == b""
+    assert answer({"t": table}, footer=footer_of(m=pa.array([], pa.string())), **request) == b""
+    for columns, text in (
+        ({"m": ["y", "y"]}, "another value"),
+        ({"m": ["x", "y"]}, "several values"),
+        ({"m": ["x", None]}, "nulls"),
+        ({"a": ["x", "x"]}, "no column 'm'"),
+    ):
+        with pytest.raises(TableMismatchError, match=text):
+            answer({"t": table}, footer=footer_of(**columns), **request)
+    schema = t.StructType([t.StructField(name, t.StringType()) for name in "am"])
+    with pytest.raises(UnsupportedBySparkError, match="before it knows the values of its columns"):
+        Keytools.from_mapping({"version": 1, "kms": KMS, "tables": {"t": table}}).spark_options("t", schema)
+
+
+def test_all_parts_of_a_wide_file_are_under_the_keys_of_one_value() -> None:
+    table = TEMPLATES | {"key_values": {"m": {"from": "argument", "pattern": "[a-z]{1,3}"}}}
+    part = {"in_folders": "", "columns": [[["a"], "COLUMN_KEY", "of-x"]]}
+    assert answer({"t": table}, keys=["of-x"], **part) == b""
+    with pytest.raises(TableMismatchError):
+        answer({"t": table}, keys=["of-x", "of-y"], **part)
 
 
 def test_a_write_has_the_keys_of_its_values() -> None:

@@ -1,5 +1,6 @@
 package parquet_keytools;
 
+import com.fasterxml.jackson.databind.JsonNode;
 import com.fasterxml.jackson.databind.ObjectMapper;
 import com.fasterxml.jackson.databind.node.ArrayNode;
 import com.fasterxml.jackson.databind.node.ObjectNode;
@@ -98,8 +99,8 @@ final class CheckedFile implements DecryptionKeyRetriever {
     ArrayNode folders = foldersWithValues();
     // Nothing authenticates a key material file: what it said once of the keys of columns it need not say again.
     String external = keys.externalDigest();
-    String digest = worker.identity() + '\n' + worker.starts() + '\n' + request.path("in_folders") + '\n' + table + '\n' + expected.identity() + '\n' + folders + '\n'
-        + tail.digest() + '\n' + external;
+    String digest = worker.identity() + '\n' + table + '\n' + expected.identity() + '\n' + folders + '\n'
+        + request.path("in_folders") + '\n' + tail.digest() + '\n' + external;
     synchronized (AUTHENTIC) {
       Object known = AUTHENTIC.get(digest);
       if (known != null) {
@@ -109,10 +110,16 @@ final class CheckedFile implements DecryptionKeyRetriever {
     }
     FileMetaData footer = authenticFooter(expected);
     request.set("folders", folders);
-    for (Object columns : columns(footer)) {
+    List parts = columns(footer);
+    if (worker.keysDependOnFiles()) {
+      // All keys of a file are those of one value.
+      request.set("keys", keysOf(parts));
+    }
+    for (Object columns : parts) {
       request.set("columns", (ArrayNode) columns);
       worker.check(request, path.toString());
     }
+    worker.checkValues(request, footer, path.toString());
     if (!external.equals(keys.externalDigest())) {
       return; // The columns need one, and the footer does not.
     }
@@ -200,6 +207,24 @@ final class CheckedFile implements DecryptionKeyRetriever {
       }
     }
     return parts;
+  }
+
+  /** Returns the master keys of columns, each once. */
+  private static ArrayNode keysOf(List parts) {
+    LinkedHashSet names = new LinkedHashSet();
+    for (Object part : parts) {
+      for (Object column : (ArrayNode) part) {
+        JsonNode name = (JsonNode) ((JsonNode) column).get(2);
+        if (name.isTextual()) {
+          names.add(name.asText());
+        }
+      }
+    }
+    ArrayNode keys = JSON.createArrayNode();
+    for (Object name : names) {
+      keys.add((String) name);
+    }
+    return keys;
   }
 
   private List pathOf(ColumnChunk chunk) {

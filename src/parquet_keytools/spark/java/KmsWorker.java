@@ -1,6 +1,7 @@
 package parquet_keytools;
 
 import com.fasterxml.jackson.databind.node.ObjectNode;
+import java.io.ByteArrayOutputStream;
 import java.io.File;
 import java.io.IOException;
 import java.nio.charset.StandardCharsets;
@@ -8,11 +9,14 @@ import java.util.ArrayList;
 import java.util.Arrays;
 import java.util.Base64;
 import java.util.HashMap;
+import java.util.List;
 import java.util.Map;
 import org.apache.hadoop.conf.Configuration;
 import org.apache.hadoop.fs.Path;
 import org.apache.parquet.crypto.KeyAccessDeniedException;
 import org.apache.parquet.crypto.ParquetCryptoRuntimeException;
+import org.apache.parquet.format.FileMetaData;
+import org.apache.parquet.format.Util;
 import org.apache.spark.SparkEnv;
 import org.apache.spark.SparkFiles;
 
@@ -29,8 +33,6 @@ final class KmsWorker {
 
   static final int OK = 0;
   static final int DENIED = 1;
-
-  private static final String TEMPLATES = "templates";
 
   static final String CONFIGURATION = "parquet.keytools.configuration";
   private static final String PYTHON = "parquet.keytools.worker.python";
@@ -56,8 +58,8 @@ final class KmsWorker {
   private int failures = 0;
   private long lastFailure = 0;
   private String lastReason = "";
-  private boolean hasTemplates = false;
-  private int starts = 0;
+  /** What the worker says of its configuration. */
+  private List facts = new ArrayList();
 
   private KmsWorker(String python, String encodedConfiguration, long timeoutMilliseconds) {
     this.python = python;
@@ -143,16 +145,9 @@ final class KmsWorker {
     return encodedConfiguration;
   }
 
-  /** Returns how many processes there were: what one of them answered says nothing of the next. */
-  synchronized int starts() {
-    running();
-    return starts;
-  }
-
   /** Adds the folders above a file that can give values, where its keys depend on these. */
   synchronized void addFolders(ObjectNode request, Path file) {
-    running();
-    if (!hasTemplates) {
+    if (!keysDependOnFiles()) {
       return;
     }
     String folders = "";
@@ -164,10 +159,31 @@ final class KmsWorker {
     request.put("in_folders", folders);
   }
 
-  /** Returns whether the keys of files depend on their folders. */
-  synchronized boolean hasTemplates() {
+  /** Returns whether there are keys by template: which keys a file has depends on its folders, or its values. */
+  synchronized boolean keysDependOnFiles() {
     running();
-    return hasTemplates;
+    return facts.contains("templates");
+  }
+
+  /** Fails where the keys of a file are not those of the values that its footer says its columns have. */
+  void checkValues(ObjectNode seen, FileMetaData footer, String file) {
+    synchronized (this) {
+      running();
+      if (!facts.contains("values")) {
+        return;
+      }
+    }
+    ObjectNode request = seen.deepCopy();
+    request.put("file", file);
+    request.remove("columns");
+    ByteArrayOutputStream bytes = new ByteArrayOutputStream();
+    try {
+      Util.writeFileMetaData(footer, bytes);
+    } catch (IOException error) {
+      throw new ParquetCryptoRuntimeException("The footer of " + file + " cannot be compared with its keys.");
+    }
+    request.put("footer", bytes.toByteArray());
+    ask(CHECK, request.toString().getBytes(StandardCharsets.UTF_8));
   }
 
   /** Asks the worker to wrap or unwrap a key; what is sent is zeroed then. */
@@ -243,7 +259,7 @@ final class KmsWorker {
         started.end(0);
         throw new WorkerGoneException(new String(answer.content, StandardCharsets.UTF_8));
       }
-      hasTemplates = TEMPLATES.equals(new String(answer.content, StandardCharsets.UTF_8));
+      facts = Arrays.asList(new String(answer.content, StandardCharsets.UTF_8).split(" "));
     } catch (IOException error) {
       String reason = "The KMS worker could not be started with " + python + ": " + error.getMessage()
           + ". Set spark.pyspark.python (for a catalog of Iceberg its property keytools.python) to a Python on every"
@@ -257,12 +273,6 @@ final class KmsWorker {
       }
       failed(started, reason);
       throw new ParquetCryptoRuntimeException(reason);
-    }
-    if (starts++ > 0) {
-      // The new process trusts the master keys of values only when it has seen files with them.
-      synchronized (checked) {
-        checked.clear();
-      }
     }
     process = started;
     return started;

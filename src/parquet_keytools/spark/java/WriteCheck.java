@@ -222,7 +222,7 @@ final class WriteCheck extends SparkStrategy {
       format.prepareWrite(session, job, options, schema);
       WriteSupport.WriteContext context = new ParquetWriteSupport().init(job.getConfiguration());
       Configuration ours = KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, file, context, request);
-      if (ours != null && needsKeys && isLocal && KmsWorker.of(configuration).hasTemplates()) {
+      if (ours != null && needsKeys && isLocal && KmsWorker.of(configuration).keysDependOnFiles()) {
         // Only tasks know the values of partitions.
         request.put("keys", true);
         KeytoolsCryptoFactory.checkWrite(job.getConfiguration(), place, file, context, request);
