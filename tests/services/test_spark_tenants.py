@@ -280,10 +280,15 @@ def pipelines(lake: Lake, spark_driver: SparkDriver, spark_cluster: SparkCluster
     wrong = lake.folder / "wrong"
     for folder in ("tenant=t01", "tenant=T02", "x"):
         shutil.copytree(plain / "tenant=t01", wrong / folder)
+    of_values = lake.folder / "plain by column"
+    of_values.mkdir()
+    for name, tenants in {"t01": ["t01", "t01"], "two": ["t01", "t02"]}.items():
+        pq.write_table(rows.slice(0, 2).set_column(0, "tenant", pa.array(tenants)), of_values / f"{name}.parquet")
     named = {"table_name": "events"}
     calls = {
         "encrypt": ("encrypt", [plain, target, config], named),
         "wrong": ("encrypt", [wrong, lake.folder / "of wrong", config], named),
+        "by column": ("encrypt", [of_values, lake.folder / "by column", config], {"table_name": "valued"}),
         "verify": ("verify", [target, config], named),
         "rotate": ("rotate", [target, config], {**named, "new_keks": True}),
         "rekey": ("rekey", [target, config], named),
@@ -311,3 +316,7 @@ def test_pipelines_refuse_files_without_one_value(lake: Lake, pipelines: dict[st
     assert "the pattern refuses the value 'T02'" in rows["tenant=T02"]["error"]
     assert "has no value of tenant" in rows["x"]["error"]
     assert {path.parent.name for path in files_of(lake.folder / "of wrong")} == {"tenant=t01"}
+    rows = {Path(row["path"]).name: row for row in pipelines["by column"]["rows"]}
+    assert "column 'tenant' has several values" in rows["two.parquet"]["error"]
+    (only,) = files_of(lake.folder / "by column")
+    assert email_key_of(lake, only) == "prod/t01"
