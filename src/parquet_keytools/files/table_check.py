@@ -161,6 +161,10 @@ class TableCheck:
         """
         if not self.settings.has_templates:
             return self
+        return self._with_values(tuple(sorted(self.values_of(path, seen).items())))
+
+    def values_of(self, path: str, seen: Iterable[KeyReference | None]) -> dict[str, str]:
+        """Return placeholder -> value of a file, as far as it has one value that is allowed; see `for_file`."""
         identifiers = {key.master_key_id for key in seen if isinstance(key, MasterKeyReference)}
         identifiers -= {_id_of(key) for name, key in self._keys.items() if not placeholders(name)}
         values: dict[str, str] = {}
@@ -175,7 +179,7 @@ class TableCheck:
             value = one_value(found, setting.pattern)
             if value is not None:
                 values[placeholder] = value
-        return self._with_values(tuple(sorted(values.items())))
+        return values
 
     def _with_values(self, values: tuple[tuple[str, str], ...]) -> TableCheck:
         check = self._of_values.get(values)

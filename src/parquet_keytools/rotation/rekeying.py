@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parquet_keytools.config.key_policy import HOW_TO_DECIDE, undecided_columns
+from parquet_keytools.config.key_policy import HOW_TO_DECIDE, ColumnPath, undecided_columns
 from parquet_keytools.encryption import file_decryptor, file_encryptor
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.footer import Footer, read_envelope
@@ -36,6 +37,7 @@ from parquet_keytools.rotation.data_set_run import InPlaceRequest, change_each_f
 from parquet_keytools.rotation.file_keys import check_unchanged, read_tail
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.tail import REFUSED_HINT, proving
+from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, real_location
 from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import file_or_folder
@@ -44,19 +46,37 @@ from parquet_keytools.storage.walk import file_or_folder
 def check_rekeyed(
     written: ByteSource, new: NewFileKeys, old: Footer, kms_keys: KmsKeys, *, all_modules: bool
 ) -> None:
+    """Open a new file with the content of an old one; see `check_new_file`.
+
+    Raises:
+        OutputError: Its content differs from the old file.
+        KeytoolsError: See `check_new_file`.
+    """
+    footer, _ = check_new_file(written, new, kms_keys, all_modules=all_modules)
+    if _content(footer) != _content(old):
+        raise OutputError(
+            f"{written.path}: the content of the new file differs from the old file.", hint=REFUSED_HINT
+        )
+
+
+def check_new_file(
+    written: ByteSource, new: NewFileKeys, kms_keys: KmsKeys, *, all_modules: bool
+) -> tuple[Footer, dict[ColumnPath, SecretBytes]]:
     """Open a new file as its readers will, after the KMS has unwrapped its keys.
 
     Args:
         written: The new file.
         new: Its keys.
-        old: Footer of the old file.
         kms_keys: Unwraps keys.
         all_modules: Whether to authenticate all modules, or only the footer and column metadata.
+
+    Returns:
+        Its footer, and the DEK of each column that has one.
 
     Raises:
         KeyMaterialError: A wrapped key does not unwrap to the key that encrypts.
         KmsError: The KMS does not unwrap a new key.
-        OutputError: The new file does not authenticate, or its content differs from the old file.
+        OutputError: The new file does not authenticate.
         FileChangedError: It changed just now.
     """
     wrapped = [(dek, material) for dek, metadata in new.encryption.deks if (material := new.material(metadata))]
@@ -73,10 +93,7 @@ def check_rekeyed(
                 footer.chunk_metadata(row_group_ordinal, column, cipher)
         if all_modules:
             file_decryptor.authenticate_columns(written, footer, deks)
-    if _content(footer) != _content(old):
-        raise OutputError(
-            f"{written.path}: the content of the new file differs from the old file.", hint=REFUSED_HINT
-        )
+    return footer, deks
 
 
 def _content(footer: Footer) -> tuple[object, ...]:
@@ -224,29 +241,16 @@ class _Rekeying:
             return None
 
     def _new_policy(self, opened: OpenedFile) -> TablePolicy:
-        leaves, labels = [leaf.path for leaf in opened.footer.leaves], labels_of_footer(opened.footer)
-        table_name = self._request.new_table_name
-        policy = self._new_keys.policy(table_name, leaves, labels, self._request.key_values)
-        return policy.with_column_values(opened.footer, opened.deks)
+        return _policy_of(self._new_keys, opened, self._request.new_table_name, self._request.key_values)
 
     def _new_file_keys(self, opened: OpenedFile) -> tuple[TablePolicy, NewFileKeys]:
-        """Make the keys of the new file. It keeps its AAD prefix, unless another table was named."""
-        location, footer = opened.location, opened.footer
-        policy = self._new_policy(opened)
-        suffix = new_reference_suffix() if existing_key_materials(location) else ""
-        new = self._new_keys.new_file_keys(policy, location, suffix)
-        is_external = new.key_materials is not None or opened.retriever.key_materials is not None
-        refuse_two_names(location, is_external=is_external)
-        if not self._request.as_before:
-            return policy, new
-        _refuse_same_keys(opened, new.encryption)
-        _refuse_less_protection(location, footer, new.encryption, policy.table_name)
-        encryption = replace(
-            new.encryption,
-            aad_prefix=footer.aad_prefix or None,
-            store_aad_prefix=footer.envelope.aad_prefix is not None,
+        table_name, as_before = self._request.new_table_name, self._request.as_before
+        found = keys_of_new_version(
+            self._new_keys, opened, table_name, self._request.key_values, as_before=as_before
         )
-        return policy, replace(new, encryption=encryption)
+        if as_before:
+            _refuse_same_keys(opened, found[1].encryption)
+        return found
 
     def _write(
         self, opened: OpenedFile, new: NewFileKeys, sink: contextlib.AbstractContextManager[ByteSink]
@@ -260,6 +264,53 @@ class _Rekeying:
                 new.encryption,
                 on_progress=self._request.on_progress,
             )
+
+
+def _policy_of(
+    keys: KeyService, opened: OpenedFile, table_name: str | None, key_values: Mapping[str, str] | None
+) -> TablePolicy:
+    leaves, labels = [leaf.path for leaf in opened.footer.leaves], labels_of_footer(opened.footer)
+    policy = keys.policy(table_name, leaves, labels, key_values)
+    return policy.with_column_values(opened.footer, opened.deks)
+
+
+def keys_of_new_version(
+    keys: KeyService,
+    opened: OpenedFile,
+    table_name: str | None,
+    key_values: Mapping[str, str] | None = None,
+    *,
+    as_before: bool = True,
+) -> tuple[TablePolicy, NewFileKeys]:
+    """Make the keys of a file that replaces another one.
+
+    Args:
+        keys: Wraps the keys.
+        opened: The file.
+        table_name: The table of the new file.
+        key_values: Placeholder in names of keys -> value.
+        as_before: Whether the file keeps its AAD prefix, and encrypted columns stay encrypted.
+
+    Raises:
+        OutputError: The file is a link and its name matters, or it would be less protected.
+        ConfigurationError: The table's columns do not fit the file.
+        KmsError: A key cannot be wrapped.
+    """
+    location, footer = opened.location, opened.footer
+    policy = _policy_of(keys, opened, table_name, key_values)
+    suffix = new_reference_suffix() if existing_key_materials(location) else ""
+    new = keys.new_file_keys(policy, location, suffix)
+    is_external = new.key_materials is not None or opened.retriever.key_materials is not None
+    refuse_two_names(location, is_external=is_external)
+    if not as_before:
+        return policy, new
+    _refuse_less_protection(location, footer, new.encryption, policy.table_name)
+    encryption = replace(
+        new.encryption,
+        aad_prefix=footer.aad_prefix or None,
+        store_aad_prefix=footer.envelope.aad_prefix is not None,
+    )
+    return policy, replace(new, encryption=encryption)
 
 
 # --- what is refused ---
@@ -399,9 +450,7 @@ class _Encrypting:
     def _refuse_other_values(self, location: FileLocation) -> None:
         """Refuse a file from before that is not under the keys of the values that the caller gives."""
         (opened,) = self._keys.open_files([location], self._request.table_name)
-        leaves, labels = [leaf.path for leaf in opened.footer.leaves], labels_of_footer(opened.footer)
-        policy = self._keys.policy(self._request.table_name, leaves, labels, self._request.key_values)
-        policy = policy.with_column_values(opened.footer, opened.deks)
+        policy = _policy_of(self._keys, opened, self._request.table_name, self._request.key_values)
         if not self._keys.has_keys_of(opened, policy):
             raise ConfigurationError(
                 f"{location} is encrypted, and not under the keys of the given values.",

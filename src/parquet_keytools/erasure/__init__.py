@@ -1,0 +1,1 @@
+"""Erasure of rows: files rewritten without them."""

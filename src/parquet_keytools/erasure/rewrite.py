@@ -1,0 +1,460 @@
+"""Rows removed from the files of a data set: each file that has matching rows is replaced by one without them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import fs as pafs
+
+from parquet_keytools.config.key_values import values_in_folders
+from parquet_keytools.conformance.file_verifier import FileEnd
+from parquet_keytools.conformance.verification import is_table_metadata
+from parquet_keytools.encryption.file_encryptor import StreamedFile
+from parquet_keytools.encryption.protection import FooterColumn
+from parquet_keytools.erasure.row_filter import NULL_FOLDER, Condition, FileFilter, parse_filter
+from parquet_keytools.errors import (
+    ColumnAccessDeniedError,
+    ConfigurationError,
+    KeytoolsError,
+    OutputError,
+    StorageFailedError,
+)
+from parquet_keytools.files.key_service import KeyService, NewFileKeys
+from parquet_keytools.files.opened_file import (
+    FileIdentities,
+    OpenedFile,
+    VerifiedTail,
+    WithTail,
+    as_verified,
+    columns_named,
+    naming_place,
+)
+from parquet_keytools.files.replacement import NewKeyMaterial, replacement
+from parquet_keytools.files.table_check import names_in_folders, partition_names, seen_key
+from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.format.file_layout import MAGIC, leaf_columns, read_footer_bytes, with_trailer
+from parquet_keytools.format.structs import FileMetaData
+from parquet_keytools.keys.key_wrapping import FileKeyRetriever
+from parquet_keytools.rotation.data_set_run import InPlaceRequest, OnFile, change_each_file
+from parquet_keytools.rotation.file_keys import Tail, check_unchanged, read_tail
+from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version
+from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
+from parquet_keytools.storage.locations import FileLocation, PathLike
+from parquet_keytools.storage.sources import BufferSource, open_source
+from parquet_keytools.storage.walk import LeftOut, file_or_folder
+from parquet_keytools.view.chunk_view import PageCache
+from parquet_keytools.view.plain_file import PlainFile, PlainInput
+
+if TYPE_CHECKING:
+    from parquet_keytools.keytools import Keytools
+
+_TABLE_FOLDERS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}
+_KEPT_ENCODINGS = {"DELTA_BINARY_PACKED", "DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY", "BYTE_STREAM_SPLIT"}
+_CODECS = {"UNCOMPRESSED": "none", "LZ4_RAW": "lz4"}
+NOT_COVERED = (
+    "backups, snapshots and older versions of objects, which keep the old files under the same master keys",
+    "blocks of the disk that the old files had, until the file system reuses them",
+    "files that this run did not read: other folders, copies, exports, summaries such as _metadata",
+    "key-value metadata of the files",
+)
+"""What the removal of rows does not reach."""
+
+_LATER = "Read it with the engine that wrote it, and write it without these rows."
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class FileRewrite(FileRotation):
+    """The result for one file.
+
+    Attributes:
+        rows: Number of rows before; None if the file was not read.
+        rows_removed: Number of rows that match, and were removed, or would be.
+        before: Size and footer of the file that was read.
+        after: Size and footer of the file that replaced it; None if none did.
+    """
+
+    rows: int | None = None
+    rows_removed: int = 0
+    before: FileEnd | None = None
+    after: FileEnd | None = None
+
+
+def rewrite_rows(
+    keytools: Keytools,
+    path: PathLike | FileLocation,
+    *,
+    where: str,
+    table_name: str | None = None,
+    dry_run: bool = False,
+    filesystem: Any = None,
+    keep_results: bool = True,
+    on_file: OnFile | None = None,
+    on_search: Callable[[Iterable[FileRewrite]], None] | None = None,
+) -> RotationReport:
+    """Remove the rows that match a filter from a file, or from all files under a folder.
+
+    All files are searched before the first is replaced. A file with matching rows is replaced by one without them,
+    with new data keys, after that was written beside it, synced, and read. Other files are not touched. A run that
+    is repeated goes on where an earlier one ended.
+
+    Args:
+        keytools: Has the keys of all columns.
+        path: A path or URI of a file or a folder.
+        where: The filter, such as `customer_id = 4711`; see `row_filter`.
+        table_name: The table of the files; None if there is only one.
+        dry_run: Change nothing: the report says what would be.
+        filesystem: A `pyarrow.fs` or fsspec file system.
+        keep_results: Whether the report lists all files, or only those that failed.
+        on_file: Called with the outcome of each file, a `FileRewrite` if it was read.
+        on_search: Called with the files that were read, before the first of them is replaced.
+
+    Raises:
+        ConfigurationError: The filter is not valid or does not fit a file; or the folder belongs to a table of
+            Iceberg, Delta Lake or Hudi. Nothing was changed.
+        ColumnAccessDeniedError: A column of the filter, or of a file with matching rows, cannot be read. Nothing
+            was changed.
+        FileNotFoundError: The file or folder does not exist.
+        NoParquetFilesError: The folder has no Parquet files.
+        KeytoolsError: The file failed. For a folder, the report lists files that failed.
+    """
+    location = FileLocation.resolve(path, filesystem)
+    table_name, _ = keytools.configuration.select_table(table_name)
+    is_file = file_or_folder(location).is_file
+    _refuse_table_around(location)
+    rewriting = _Rewriting(keytools._keys, table_name, parse_filter(where))
+
+    def on_found(file: FileRotation) -> None:
+        if isinstance(file.error, ConfigurationError | ColumnAccessDeniedError):
+            raise file.error
+        if isinstance(file, FileRewrite):
+            rewriting.found[file.path] = file
+        if dry_run and on_file is not None:
+            on_file(file)
+
+    # Worker processes get a pickled copy of `rewriting`.
+    request = InPlaceRequest(table_name, keep_results, on_found)
+    found = change_each_file(location, rewriting.search, request, raises_failures=is_file)
+    for left in found.skipped:
+        _refuse_table_file(left)
+    if dry_run:
+        found.dry_run = True
+        return found
+    if found.stopped_by is not None:
+        raise found.stopped_by
+    if on_search is not None:
+        on_search(rewriting.found.values())
+    request = InPlaceRequest(table_name, keep_results, on_file)
+    return change_each_file(location, rewriting.rewrite, request, raises_failures=is_file)
+
+
+def _refuse_table_around(location: FileLocation) -> None:
+    """Refuse the folder of a table, or one in it, whose metadata would not fit the new files."""
+    for folder in [location.path, *map(str, PurePosixPath(location.path).parents)]:
+        selector = pafs.FileSelector(f"{folder.rstrip('/')}/metadata", allow_not_found=True)
+        with contextlib.suppress(OSError, pa.ArrowException):
+            for info in location.filesystem.get_file_info(selector):
+                if is_table_metadata(file := FileLocation(location.filesystem, info.path)):
+                    raise _is_table(str(file), "Iceberg")
+
+
+def _refuse_table_file(left: LeftOut) -> None:
+    if is_table_metadata(left.location):
+        raise _is_table(left.path, "Iceberg")
+    if left.location.name in _TABLE_FOLDERS:
+        raise _is_table(left.path, _TABLE_FOLDERS[left.location.name])
+
+
+def _is_table(path: str, kind: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{path} belongs to a table of {kind}: its metadata would not fit rewritten files.",
+        hint="Delete the rows with an engine that writes the table, then expire its older snapshots.",
+    )
+
+
+class _Rewriting:
+    """Removes the matching rows of files.
+
+    Attributes:
+        found: Path -> what a search found in a file.
+    """
+
+    def __init__(self, keys: KeyService, table_name: str, conditions: Sequence[Condition]) -> None:
+        self._keys = keys
+        self._table_name = table_name
+        self._conditions = conditions
+        self.found: dict[str, FileRewrite] = {}
+
+    def search(self, location: FileLocation, locked_folder: str | None) -> FileRewrite:
+        """Count the matching rows of a file.
+
+        Raises:
+            ChangedMeanwhileError: The file changed at the same time.
+            KeytoolsError: The file cannot be read.
+        """
+        tail, _ = read_tail(location)
+        with _unless_changed(location, tail):
+            opened = self._open(location, self._in_filter)
+            with open_source(location) as source:
+                found = self._search(opened, as_verified(opened, source))
+            if found.rows_removed:
+                self._open(location)
+        return found
+
+    def rewrite(self, location: FileLocation, locked_folder: str | None) -> FileRotation:
+        """Replace a file with matching rows.
+
+        Raises:
+            ChangedMeanwhileError: The file changed at the same time; it is not replaced.
+            KeytoolsError: The file failed and is unchanged.
+        """
+        tail, _ = read_tail(location)
+        end = FileEnd.of(tail.offset, tail.data)
+        found = self.found.get(str(location))
+        if found is None or found.before != end:
+            found = self.search(location, locked_folder)
+        if not found.rows_removed:
+            return dataclasses.replace(found, outcome=RotationOutcome.NO_MATCHING_ROWS)
+        with _unless_changed(location, tail):
+            opened = self._open(location)
+            values = self._values_of_keys(opened)
+            policy, new = keys_of_new_version(self._keys, opened, self._table_name, values)
+        with replacement(
+            location,
+            lambda: check_unchanged(location, tail),
+            key_material=NewKeyMaterial(location, new.key_materials),
+            locked_folder=locked_folder,
+        ) as pending:
+            with _unless_changed(location, tail), open_source(location) as source, pending.open_sink() as sink:
+                rows = self._write(opened, as_verified(opened, source), new, sink)
+            with pending.open_written() as written:
+                after = self._check(opened, written, new, rows, found)
+        return dataclasses.replace(
+            found,
+            outcome=RotationOutcome.ROWS_REMOVED,
+            bytes_written=after.size_bytes,
+            old_size_bytes=end.size_bytes,
+            new_size_bytes=after.size_bytes,
+            plaintext_columns=policy.plaintext_columns,
+            before=end,
+            after=after,
+        )
+
+    # --- reading ---
+
+    def _open(self, location: FileLocation, wanted: Any = tuple) -> OpenedFile:
+        """Open a file whose wanted columns can be read."""
+        # The file gets new keys, so sharing the old keys with another file does not matter.
+        (opened,) = self._keys.open_files(
+            [location], self._table_name, again=False, wanted=wanted, identities=FileIdentities(refuses=False)
+        )
+        opened.refuse_unencrypted()
+        names = [".".join(column.path) for column in wanted(opened.footer.columns)]
+        opened.refuse_denied(names, hint="Erasing rows needs the keys of all columns.")
+        return dataclasses.replace(opened, digests=None)
+
+    def _in_filter(self, columns: Sequence[FooterColumn]) -> list[FooterColumn]:
+        """Return the columns of the filter with all their fields: a view shows whole columns."""
+        used = {c.path[0] for condition in self._conditions for c in columns_named(columns, condition.column)}
+        return [column for column in columns if column.path[0] in used]
+
+    def _filter(self, schema: pa.Schema, path: str) -> FileFilter:
+        values: dict[str, str | None] = {}
+        for name in partition_names(names_in_folders(path)):
+            found = values_in_folders(path, name)
+            if len(found) == 1:
+                (value,) = found
+                values[name] = None if value == NULL_FOLDER else value
+        try:
+            return FileFilter(self._conditions, schema, values)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{path}: {error.args[0]}", hint=error.hint) from None
+
+    def _search(self, opened: OpenedFile, source: ByteSource) -> FileRewrite:
+        file = _view(opened, source)
+        # All values are read: statistics are no proof that a row is not there.
+        row_filter = self._filter(file.schema_arrow, opened.location.path)
+        removed = 0
+        for ordinal in range(file.num_row_groups):
+            table = file.read_row_group(ordinal, columns=row_filter.columns)
+            removed += _count(row_filter.matches(table, file.metadata.row_group(ordinal).num_rows))
+        outcome = RotationOutcome.WOULD_REMOVE_ROWS if removed else RotationOutcome.NO_MATCHING_ROWS
+        before = FileEnd.of(opened.tail.offset, opened.tail.data)
+        rows = file.metadata.num_rows
+        return FileRewrite(str(opened.location), outcome, rows=rows, rows_removed=removed, before=before)
+
+    def _values_of_keys(self, opened: OpenedFile) -> dict[str, str]:
+        """Return the values of placeholders in names of keys that the file has from its writer."""
+        check = self._keys.table_check(self._table_name)
+        assert check is not None
+        places = [(opened.footer.key_metadata, None), *((c.key_metadata, c.path) for c in opened.footer.columns)]
+        return check.values_of(
+            str(opened.location),
+            [seen_key(opened.retriever, metadata, path) for metadata, path in places if metadata is not None],
+        )
+
+    # --- writing ---
+
+    def _write(self, opened: OpenedFile, source: ByteSource, new: NewFileKeys, sink: ByteSink) -> list[int]:
+        """Write the rows that stay; return the number of rows of each new row group."""
+        file = _view(opened, source)
+        micro = _view(opened, source, coerce_int96_timestamp_unit="us")
+        row_filter = self._filter(file.schema_arrow, opened.location.path)
+        writer = _PlainWriter(opened, file)
+        encrypted = StreamedFile(sink, new.encryption, writer.part(None, {}))
+        rows: list[int] = []
+        with naming_place(opened.location, opened.footer.columns):
+            for ordinal in range(file.num_row_groups):
+                if writer.int96:
+                    _refuse_lossy(file, micro, ordinal, writer.int96, str(opened.location))
+                table = file.read_row_group(ordinal)
+                kept = table.filter(pc.invert(row_filter.matches(table, table.num_rows)))
+                if kept.num_rows:
+                    encrypted.append(writer.part(kept, _options(file, ordinal)))
+                    rows.append(kept.num_rows)
+        encrypted.finish(writer.part(None, {}))
+        return rows
+
+    def _check(
+        self, opened: OpenedFile, written: ByteSource, new: NewFileKeys, rows: list[int], found: FileRewrite
+    ) -> FileEnd:
+        """Read the new file as its readers will; refuse it if a matching row is in it, or another row is not."""
+        kms_keys = self._keys.kms_keys()
+        footer, deks = check_new_file(written, new, kms_keys, all_modules=True)
+        retriever = FileKeyRetriever(kms_keys, self._keys.data_keys, opened.location)
+        tail = VerifiedTail.of(footer.envelope)
+        file = _view(OpenedFile(opened.location, footer, tail, retriever, kms_keys, deks, {}), written)
+        row_filter = self._filter(file.schema_arrow, opened.location.path)
+        read: list[int] = []
+        for ordinal in range(file.num_row_groups):
+            table = file.read_row_group(ordinal)
+            read.append(table.num_rows)
+            if _count(row_filter.matches(table, table.num_rows)):
+                raise OutputError(f"{opened.location}: the new file still has matching rows.")
+        if read != rows or sum(read) != (found.rows or 0) - found.rows_removed:
+            raise OutputError(f"{opened.location}: the new file has other rows than the old file.")
+        return FileEnd.of(tail.offset, tail.data)
+
+
+@contextlib.contextmanager
+def _unless_changed(location: FileLocation, tail: Tail) -> Iterator[None]:
+    """Raise `ChangedMeanwhileError` in place of an error if the file changed after its tail was read."""
+    try:
+        yield
+    except StorageFailedError:
+        raise
+    except (KeytoolsError, OSError):
+        check_unchanged(location, tail)
+        raise
+
+
+def _view(opened: OpenedFile, source: ByteSource, **options: Any) -> pq.ParquetFile:
+    """Return pyarrow's reader of a file, over the view of it; columns that are not wanted are hidden."""
+    if "arrow_extensions_enabled" in inspect.signature(pq.ParquetFile.__init__).parameters:
+        # Values of extension types cannot be compared; pyarrow has it from version 21 on.
+        options["arrow_extensions_enabled"] = False
+    return pq.ParquetFile(PlainInput(PlainFile(opened, source, "hide", PageCache())), **options)
+
+
+def _count(matches: Any) -> int:
+    return pc.sum(matches).as_py() or 0
+
+
+class _PlainWriter:
+    """Writes row groups as plain files, in memory only, whose schema and metadata are those of another file.
+
+    Attributes:
+        int96: Dotted paths of leaf columns with timestamps of 96 bits.
+    """
+
+    def __init__(self, opened: OpenedFile, file: pq.ParquetFile) -> None:
+        """Find the options with which pyarrow writes the same physical schema.
+
+        Raises:
+            OutputError: There are none.
+        """
+        self._path = str(opened.location)
+        self._old = opened.footer.metadata
+        self._schema = file.schema_arrow.remove_metadata()
+        columns = [file.schema.column(ordinal) for ordinal in range(len(file.schema))]
+        self.int96 = [column.path for column in columns if column.physical_type == "INT96"]
+        integers = [column for column in columns if column.physical_type in ("INT32", "INT64")]
+        self._options: dict[str, Any] = {"store_schema": False}
+        if self.int96:
+            self._options["use_deprecated_int96_timestamps"] = True
+        if any(column.logical_type.type == "DECIMAL" for column in integers):
+            self._options["store_decimal_as_integer"] = True
+        if not self._is_same():
+            self._options["use_compliant_nested_type"] = False
+            if not self._is_same():
+                raise OutputError(f"{self._path}: pyarrow cannot write the schema of this file.", hint=_LATER)
+
+    def part(self, table: pa.Table | None, options: Mapping[str, Any]) -> ByteSource:
+        """Return a plain file with one row group, or without any."""
+        source, metadata = self._written(table, options)
+        # Names and logical types that pyarrow does not know stay as they are.
+        metadata.version, metadata.schema = self._old.version, self._old.schema
+        metadata.key_value_metadata = self._old.key_value_metadata
+        end = with_trailer(metadata.serialise(), MAGIC)
+        return WithTail(source, read_footer_bytes(source).offset, end)
+
+    def _written(self, table: pa.Table | None, options: Mapping[str, Any]) -> tuple[ByteSource, FileMetaData]:
+        buffer = pa.BufferOutputStream()
+        with pq.ParquetWriter(buffer, self._schema, **self._options, **options) as writer:
+            if table is not None:
+                writer.write_table(table, table.num_rows)
+        source = BufferSource(self._path, buffer.getvalue())
+        metadata, _ = FileMetaData.read(read_footer_bytes(source).data)
+        return source, metadata
+
+    def _is_same(self) -> bool:
+        _, new = self._written(None, {})
+        return _physical(new) == _physical(self._old)
+
+
+def _physical(metadata: FileMetaData) -> list[object]:
+    """Return what pages depend on: names, types, lengths and repetitions, but not the name of the root."""
+    # Fields of a SchemaElement: type, its length, repetition, name, number of children.
+    elements = [tuple(map(element.struct.entry_bytes, range(1, 6))) for element in metadata.schema]
+    return [len(leaf_columns(metadata.schema)), *elements[1:]]
+
+
+def _options(file: pq.ParquetFile, ordinal: int) -> dict[str, Any]:
+    """Return options with which pyarrow writes a row group like one of a file."""
+    row_group = file.metadata.row_group(ordinal)
+    chunks = {chunk.path_in_schema: chunk for chunk in map(row_group.column, range(row_group.num_columns))}
+    options = {
+        "compression": {path: _CODECS.get(chunk.compression, chunk.compression) for path, chunk in chunks.items()},
+        "use_dictionary": [path for path, chunk in chunks.items() if chunk.has_dictionary_page],
+        "write_statistics": [path for path, chunk in chunks.items() if chunk.is_stats_set],
+        "column_encoding": {
+            path: encoding
+            for path, chunk in chunks.items()
+            for encoding in chunk.encodings
+            if encoding in _KEPT_ENCODINGS and not chunk.has_dictionary_page
+        },
+        "write_page_index": any(chunk.has_offset_index for chunk in chunks.values()),
+        "sorting_columns": row_group.sorting_columns or None,
+        # Before pyarrow 24, this is neither shown nor written.
+        "bloom_filter_options": {
+            path: {"ndv": max(chunk.num_values, 1)}
+            for path, chunk in chunks.items()
+            if getattr(chunk, "bloom_filter_offset", None) is not None
+        },
+    }
+    return {name: value for name, value in options.items() if value not in (None, {})}
+
+
+def _refuse_lossy(file: pq.ParquetFile, micro: pq.ParquetFile, ordinal: int, int96: list[str], path: str) -> None:
+    """Refuse timestamps of 96 bits that pyarrow does not read as they are: it lets those of year 9999 overflow."""
+    nanoseconds, microseconds = (one.read_row_group(ordinal, columns=int96) for one in (file, micro))
+    if not nanoseconds.cast(microseconds.schema, safe=False).equals(microseconds):
+        raise OutputError(f"{path}: timestamps before 1678 or after 2261 are not kept.", hint=_LATER)
