@@ -22,6 +22,7 @@ from parquet_keytools import __version__
 from parquet_keytools.cli import (
     check,
     convert,
+    erase_rows,
     iceberg,
     keys,
     keystore,
@@ -191,6 +192,7 @@ app.command("encrypt")(convert.encrypt_command)
 app.command("decrypt")(convert.decrypt_command)
 app.command("rekey")(convert.rekey_command)
 app.command("rotate")(rotate.rotate_command)
+app.command("erase")(erase_rows.erase_command)
 app.command("keys")(keys.keys_command)
 app.command("hash-key")(keys.hash_key_command)
 app.command("inspect")(check.inspect_command)

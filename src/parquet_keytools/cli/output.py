@@ -243,7 +243,8 @@ def error_fields(error: Exception | None) -> dict[str, str | None]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """Return a value of a result as `json.dumps` takes it."""
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value):
@@ -253,7 +254,7 @@ def _plain(value: Any) -> Any:
 
 def print_json(document: Any) -> None:
     """Print a document, which may contain dataclasses and enums."""
-    typer.echo(json.dumps(document, indent=2, default=_plain))
+    typer.echo(json.dumps(document, indent=2, default=plain_value))
 
 
 class FilesDocument:
@@ -277,14 +278,14 @@ class FilesDocument:
         """Print the result for a file."""
         if json_wanted():
             begin = ",\n" if self._is_begun else '{\n  "files": [\n'
-            typer.echo(f"{begin}    {json.dumps(file, default=_plain)}", nl=False)
+            typer.echo(f"{begin}    {json.dumps(file, default=plain_value)}", nl=False)
             self._is_begun = True
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Print the other fields."""
         if json_wanted():
             begin = "\n  ]," if self._is_begun else '{\n  "files": [],'
-            typer.echo(begin + json.dumps(summary, indent=2, default=_plain).removeprefix("{"))
+            typer.echo(begin + json.dumps(summary, indent=2, default=plain_value).removeprefix("{"))
         self._is_ended = True
 
 

@@ -1,0 +1,220 @@
+"""`parquet-keytools erase --rewrite`: rows removed from files, and the record of it."""
+
+# Nothing slow is imported here: `--help` must be fast.
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from parquet_keytools.cli.options import (
+    ConfigOption,
+    ProcessesOption,
+    ReportOptions,
+    TableOption,
+    ViewedArgument,
+    locations_of,
+    open_keytools,
+    with_options,
+)
+from parquet_keytools.cli.output import answer, number_of, plain_value, to_dict
+from parquet_keytools.cli.rotate import change_in_place
+
+if TYPE_CHECKING:
+    from parquet_keytools.keytools import Keytools
+    from parquet_keytools.rotation.report import FileRotation, RotationReport
+    from parquet_keytools.storage.locations import FileLocation
+
+_FORMAT = "parquet-keytools record of removed rows"
+_VERSION = 1
+_MOST_RECORD_BYTES = 512 << 20
+
+RewriteOption = Annotated[bool, typer.Option("--rewrite", help="Rewrite the files that hold matching rows.")]
+WhereOption = Annotated[
+    str,
+    typer.Option(
+        "--where", metavar="FILTER", help="Which rows: conditions joined by AND, such as `customer_id = 4711`."
+    ),
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Count the matching rows, and change nothing.")]
+RecordOption = Annotated[
+    str | None,
+    typer.Option(
+        "--record",
+        metavar="LIST",
+        help="Write the files before and after, as JSON. The record of an interrupted run is continued.",
+    ),
+]
+
+
+@with_options(ReportOptions)
+def erase_command(
+    path: ViewedArgument,
+    config: ConfigOption,
+    where: WhereOption,
+    table: TableOption = None,
+    rewrite: RewriteOption = False,
+    dry_run: DryRunOption = False,
+    record: RecordOption = None,
+    processes: ProcessesOption = None,
+) -> None:
+    """Remove rows from files, where their master key stays because it serves other rows, too.
+
+    Each file with matching rows is replaced by one without them. After an interrupted run, repeat the command.
+    """
+    if not rewrite:
+        raise typer.BadParameter("this is needed.", param_hint="--rewrite")
+    erase_rows(path, config, where, table, dry_run=dry_run, record=record, processes=processes)
+
+
+def erase_rows(
+    path: str,
+    config: Path,
+    where: str,
+    table: str | None,
+    *,
+    dry_run: bool,
+    record: str | None,
+    processes: int | None,
+) -> None:
+    """Remove rows from files, and report each; see `rewrite_rows`."""
+    from parquet_keytools.erasure.rewrite import NOT_COVERED
+    from parquet_keytools.runtime.worker_processes import command_line_processes
+
+    location = locations_of([path], "PATH")
+    with open_keytools(config) as keytools, command_line_processes(processes):
+        table_name, _ = keytools.configuration.select_table(table)
+        target = None if record is None else locations_of([record], "--record")
+        kept = _Record(target, {"path": str(location), "table": table_name, "where": where, "dry_run": dry_run})
+        try:
+            change_in_place(
+                partial(_erase, keytools, kept, where, table_name, dry_run=dry_run),
+                location,
+                "Repeat the command: it goes on with the files that still have matching rows.",
+            )
+        finally:
+            if kept.rows_removed:
+                answer(f"{number_of(kept.rows_removed, 'row')} {'would be' if dry_run else 'were'} removed.")
+                answer(f"Not covered: {'; '.join(NOT_COVERED)}.")
+
+
+def _erase(
+    keytools: Keytools,
+    record: _Record,
+    where: str,
+    table_name: str,
+    location: FileLocation,
+    *,
+    dry_run: bool,
+    keep_results: bool,
+    on_file: Callable[[FileRotation], None],
+    on_progress: object,
+) -> RotationReport:
+    from parquet_keytools.erasure.rewrite import rewrite_rows
+
+    def on_file_done(file: FileRotation) -> None:
+        record.add([file])
+        on_file(file)
+
+    is_complete = False
+    try:
+        report = rewrite_rows(
+            keytools,
+            location,
+            where=where,
+            table_name=table_name,
+            dry_run=dry_run,
+            keep_results=keep_results,
+            on_file=on_file_done,
+            on_search=record.plan,
+        )
+        is_complete = report.succeeded
+        return report
+    finally:
+        record.write(complete=is_complete)
+
+
+class _Record:
+    """The files before and after, as JSON, written before the first file is replaced, and at the end.
+
+    Attributes:
+        rows_removed: Number of rows that this run removed, or would.
+    """
+
+    def __init__(self, target: FileLocation | None, about: dict[str, Any]) -> None:
+        """Read what an interrupted run recorded.
+
+        Raises:
+            ConfigurationError: The file is something else, or the record of another erasure.
+        """
+        self.rows_removed = 0
+        self._target = target
+        self._about = about
+        self._started_at = _now()
+        self._files: dict[str, dict[str, Any]] = {}
+        self._earlier: dict[str, dict[str, Any]] = {}
+        if target is not None and target.is_file():
+            self._earlier = _files_of(target, about)
+
+    def plan(self, files: Iterable[FileRotation]) -> None:
+        """Record the files that were found, before the first is replaced."""
+        self.add(files)
+        self.write(complete=False)
+        self.rows_removed = 0
+
+    def add(self, files: Iterable[FileRotation]) -> None:
+        """Add the results for files."""
+        for file in files:
+            entry = to_dict(file)
+            earlier = self._earlier.get(file.path)
+            self.rows_removed += entry.get("rows_removed", 0)
+            if earlier is not None and entry.get("rows_removed") == 0:
+                # An interrupted run removed them.
+                entry = {**entry, **earlier, "outcome": "rewritten without rows", "after": entry["before"]}
+            names = "path", "outcome", "rows", "rows_removed", "before", "after", "error", "message"
+            self._files[file.path] = {name: entry.get(name) for name in names}
+
+    def write(self, *, complete: bool) -> None:
+        """Write the record, if it is wanted and there is something to record."""
+        from parquet_keytools.erasure.rewrite import NOT_COVERED
+        from parquet_keytools.storage.outputs import write_whole
+
+        if self._target is None or not self._files:
+            return
+        document = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            **self._about,
+            "started_at": self._started_at,
+            "written_at": _now(),
+            "complete": complete,
+            "not_covered": NOT_COVERED,
+            "files": list(self._files.values()),
+        }
+        write_whole(self._target, json.dumps(document, indent=1, default=plain_value).encode() + b"\n")
+
+
+def _files_of(target: FileLocation, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the files of an earlier record in which rows were to be removed, by path."""
+    from parquet_keytools.errors import ConfigurationError
+    from parquet_keytools.storage.sources import read_whole
+
+    try:
+        document = json.loads(read_whole(target, _MOST_RECORD_BYTES))
+        is_same = all(document[name] == about[name] for name in ("path", "table", "where"))
+        if is_same and (document["format"], document["version"]) == (_FORMAT, _VERSION):
+            return {file["path"]: file for file in document["files"] if file["rows_removed"]}
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ConfigurationError(
+        f"{target} exists already, and is not the record of this erasure.", hint="Name another file."
+    )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
