@@ -52,6 +52,7 @@ LONGEST_FIRST: dict[str, str] = {
     "unit/rotation/test_rekeying_in_processes.py": "rekeying in processes",
     "tamper/test_kms_failures.py": "failures of a KMS",
     "tamper/test_write_crashes.py": "crashes of writers",
+    "tamper/test_erase_crashes.py": "crashes of erasures",
     "interop/test_view_matrix.py": "views",
     "tamper/test_two_users.py": "two users",
     "tamper/test_scan_faults.py": "faults under a scan",

@@ -10,6 +10,8 @@ import pyarrow as pa
 from pyarrow_versions import WRITES_IN_ORDER
 
 from parquet_keytools import Keytools
+from parquet_keytools.erasure.rewrite import rewrite_rows
+from parquet_keytools.errors import OutputError
 
 IN_ORDER: dict[str, Any] = {"preserve_order": True} if WRITES_IN_ORDER else {}
 
@@ -63,11 +65,18 @@ def _rekey(tools: Keytools, source: Path, folder: Path, filesystem: Any, options
     tools.rekey_file(source / "encrypted.parquet", folder / TARGET, target_filesystem=filesystem)
 
 
+def _erase_rows(tools: Keytools, source: Path, folder: Path, filesystem: Any, options: Mapping[str, Any]) -> None:
+    report = rewrite_rows(tools, folder, filesystem=filesystem, where=options["where"])
+    if not report.succeeded:
+        raise report.failures[0].error or OutputError("failed")
+
+
 WRITERS: dict[str, Write] = {
+    "erase_rows": _erase_rows,
     "write_table": _write_table,
     "write_dataset": write_dataset,
     "encrypt_file": _encrypt,
     "decrypt_file": _decrypt,
     "rekey_file": _rekey,
 }
-"""By the method of `Keytools`."""
+"""By the method of `Keytools`, or by a name here."""

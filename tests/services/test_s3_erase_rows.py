@@ -1,0 +1,122 @@
+"""Rows removed from files in S3, on moto's server over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from rotation_case import TABLE, Case
+from s3_store import BUCKET, S3Store
+
+from parquet_keytools.erasure import rewrite
+from parquet_keytools.erasure.rewrite import rewrite_rows
+from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.rotation.report import Outcome
+
+FOLDER = f"{BUCKET}/d"
+KEPT = TABLE.filter(pc.greater_equal(TABLE["a"], 130))
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[S3Store]:
+    store = S3Store()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(running: S3Store) -> Iterator[S3Store]:
+    yield running
+    running.clear()
+
+
+def put(store: S3Store, tmp_path: Path, **settings: Any) -> Case:
+    """Put two files with matching rows and one without into the store."""
+    case = Case.make(tmp_path, "in_memory", **settings)
+    case.write("x.parquet"), case.write("p=1/y.parquet"), case.write("z.parquet", table=TABLE.slice(200))
+    for path in case.folder.rglob("*"):
+        if path.is_file():
+            store.put(f"d/{path.relative_to(case.folder)}", path.read_bytes())
+    return case
+
+
+@pytest.mark.parametrize("key_material", ["internal", "external"])
+def test_rows_of_objects(store: S3Store, tmp_path: Path, key_material: str) -> None:
+    case = put(store, tmp_path, key_material=key_material)
+    objects, untouched = store.names(), store.get("d/z.parquet")
+    filesystem = store.filesystem()
+    report = rewrite_rows(case.tools(), FOLDER, where="a < 130", filesystem=filesystem)
+    assert report.counts == {Outcome.ROWS_REMOVED: 2, Outcome.NO_MATCHING_ROWS: 1} and report.left_behind == []
+    assert store.names() == objects and store.get("d/z.parquet") == untouched and store.uploads() == []
+    tools = case.tools()
+    for name in ("x.parquet", "p=1/y.parquet"):
+        assert tools.read_table(f"{FOLDER}/{name}", filesystem=filesystem).equals(KEPT)
+    report = rewrite_rows(tools, FOLDER, where="a < 130", filesystem=filesystem)
+    assert report.counts == {Outcome.NO_MATCHING_ROWS: 3}
+
+
+def test_an_object_that_changes_meanwhile_is_not_replaced(
+    store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = put(store, tmp_path)
+    other = tmp_path / "other.parquet"
+    case.tools().write_table(TABLE.slice(0, 300), other)
+    write, attempts = rewrite._Rewriting._write, []
+
+    def change(self: Any, *arguments: Any) -> Any:
+        rows = write(self, *arguments)
+        attempts.append(rows)
+        if len(attempts) == 1:
+            store.put("d/x.parquet", other.read_bytes())
+        return rows
+
+    monkeypatch.setattr(rewrite._Rewriting, "_write", change)
+    filesystem = store.filesystem()
+    report = rewrite_rows(case.tools(), f"{FOLDER}/x.parquet", where="a < 130", filesystem=filesystem)
+    assert report.counts == {Outcome.ROWS_REMOVED: 1} and len(attempts) == 2
+    assert case.tools().read_table(f"{FOLDER}/x.parquet", filesystem=filesystem).equals(KEPT.slice(0, 170))
+
+
+def test_a_killed_run_is_repeated(store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class KilledError(BaseException):
+        """Stands for the end of the process."""
+
+    case, filesystem = put(store, tmp_path), store.filesystem()
+    check = rewrite._Rewriting._check
+    checked = []
+
+    def killed(self: Any, *arguments: Any) -> Any:
+        checked.append(1)
+        if len(checked) == 2:
+            raise KilledError
+        return check(self, *arguments)
+
+    monkeypatch.setattr(rewrite._Rewriting, "_check", killed)
+    with pytest.raises(KilledError):
+        rewrite_rows(case.tools(), FOLDER, where="a < 130", filesystem=filesystem)
+    monkeypatch.undo()
+    report = rewrite_rows(case.tools(), FOLDER, where="a < 130", filesystem=filesystem)
+    assert report.counts == {Outcome.ROWS_REMOVED: 1, Outcome.NO_MATCHING_ROWS: 2}
+
+
+@pytest.mark.parametrize("marker", ["d/metadata/v1.metadata.json", "metadata/v1.metadata.json"])
+def test_tables_of_iceberg_are_refused(store: S3Store, tmp_path: Path, marker: str) -> None:
+    case = put(store, tmp_path)
+    store.put(marker, b"{}")
+    before = {name: store.get(name) for name in store.names()}
+    with pytest.raises(ConfigurationError, match="belongs to a table of Iceberg"):
+        rewrite_rows(case.tools(), FOLDER, where="a < 130", filesystem=store.filesystem())
+    assert {name: store.get(name) for name in store.names()} == before
+
+
+def test_a_plaintext_object_fails(store: S3Store, tmp_path: Path) -> None:
+    case = put(store, tmp_path)
+    pq.write_table(TABLE, tmp_path / "plain.parquet")
+    store.put("d/plain.parquet", (tmp_path / "plain.parquet").read_bytes())
+    report = rewrite_rows(case.tools(), FOLDER, where="a < 130", filesystem=store.filesystem())
+    assert [file.error_class for file in report.failures] == ["NotEncryptedError"]
+    assert report.counts[Outcome.ROWS_REMOVED] == 2
