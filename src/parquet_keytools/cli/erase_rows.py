@@ -18,7 +18,7 @@ from parquet_keytools.cli.options import (
     ReportOptions,
     TableOption,
     ViewedArgument,
-    locations_of,
+    location_of,
     open_keytools,
     with_options,
 )
@@ -86,10 +86,10 @@ def erase_rows(
     from parquet_keytools.erasure.rewrite import NOT_COVERED
     from parquet_keytools.runtime.worker_processes import command_line_processes
 
-    location = locations_of([path], "PATH")
+    location = location_of(path, "PATH")
     with open_keytools(config) as keytools, command_line_processes(processes):
         table_name, _ = keytools.configuration.select_table(table)
-        target = None if record is None else locations_of([record], "--record")
+        target = None if record is None else location_of(record, "--record")
         kept = _Record(target, {"path": str(location), "table": table_name, "where": where, "dry_run": dry_run})
         try:
             change_in_place(

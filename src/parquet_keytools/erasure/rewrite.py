@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever
 from parquet_keytools.rotation.data_set_run import InPlaceRequest, OnFile, change_each_file
 from parquet_keytools.rotation.file_keys import Tail, check_unchanged, read_tail
-from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version
+from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version, refuse_hard_links
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.storage.locations import FileLocation, PathLike
 from parquet_keytools.storage.sources import BufferSource, open_source
@@ -223,13 +223,19 @@ class _Rewriting:
             found = self.search(location, locked_folder)
         if not found.rows_removed:
             return dataclasses.replace(found, outcome=RotationOutcome.NO_MATCHING_ROWS)
+        refuse_hard_links(location, "the rows")
         with _unless_changed(location, tail):
             opened = self._open(location)
             values = self._values_of_keys(opened)
             policy, new = keys_of_new_version(self._keys, opened, self._table_name, values)
+
+        def check() -> None:
+            check_unchanged(location, tail)
+            refuse_hard_links(location, "the rows")
+
         with replacement(
             location,
-            lambda: check_unchanged(location, tail),
+            check,
             key_material=NewKeyMaterial(location, new.key_materials),
             locked_folder=locked_folder,
         ) as pending:
@@ -279,12 +285,13 @@ class _Rewriting:
             raise ConfigurationError(f"{path}: {error.args[0]}", hint=error.hint) from None
 
     def _search(self, opened: OpenedFile, source: ByteSource) -> FileRewrite:
-        file = _view(opened, source)
+        view = _View(opened, source)
+        file = view.file
         # All values are read: statistics are no proof that a row is not there.
         row_filter = self._filter(file.schema_arrow, opened.location.path)
         removed = 0
         for ordinal in range(file.num_row_groups):
-            table = file.read_row_group(ordinal, columns=row_filter.columns)
+            table = view.read(ordinal, row_filter.columns)
             removed += _count(row_filter.matches(table, file.metadata.row_group(ordinal).num_rows))
         outcome = RotationOutcome.WOULD_REMOVE_ROWS if removed else RotationOutcome.NO_MATCHING_ROWS
         before = FileEnd.of(opened.tail.offset, opened.tail.data)
@@ -305,20 +312,17 @@ class _Rewriting:
 
     def _write(self, opened: OpenedFile, source: ByteSource, new: NewFileKeys, sink: ByteSink) -> list[int]:
         """Write the rows that stay; return the number of rows of each new row group."""
-        file = _view(opened, source)
-        micro = _view(opened, source, coerce_int96_timestamp_unit="us")
-        row_filter = self._filter(file.schema_arrow, opened.location.path)
-        writer = _PlainWriter(opened, file)
+        view = _View(opened, source)
+        row_filter = self._filter(view.file.schema_arrow, opened.location.path)
+        writer = _PlainWriter(opened, view)
         encrypted = StreamedFile(sink, new.encryption, writer.part(None, {}))
         rows: list[int] = []
         with naming_place(opened.location, opened.footer.columns):
-            for ordinal in range(file.num_row_groups):
-                if writer.int96:
-                    _refuse_lossy(file, micro, ordinal, writer.int96, str(opened.location))
-                table = file.read_row_group(ordinal)
+            for ordinal in range(view.file.num_row_groups):
+                table = view.read(ordinal)
                 kept = table.filter(pc.invert(row_filter.matches(table, table.num_rows)))
                 if kept.num_rows:
-                    encrypted.append(writer.part(kept, _options(file, ordinal)))
+                    encrypted.append(writer.part(kept, _options(view.file, ordinal)))
                     rows.append(kept.num_rows)
         encrypted.finish(writer.part(None, {}))
         return rows
@@ -331,11 +335,11 @@ class _Rewriting:
         footer, deks = check_new_file(written, new, kms_keys, all_modules=True)
         retriever = FileKeyRetriever(kms_keys, self._keys.data_keys, opened.location)
         tail = VerifiedTail.of(footer.envelope)
-        file = _view(OpenedFile(opened.location, footer, tail, retriever, kms_keys, deks, {}), written)
-        row_filter = self._filter(file.schema_arrow, opened.location.path)
+        view = _View(OpenedFile(opened.location, footer, tail, retriever, kms_keys, deks, {}), written)
+        row_filter = self._filter(view.file.schema_arrow, opened.location.path)
         read: list[int] = []
-        for ordinal in range(file.num_row_groups):
-            table = file.read_row_group(ordinal)
+        for ordinal in range(view.file.num_row_groups):
+            table = view.read(ordinal)
             read.append(table.num_rows)
             if _count(row_filter.matches(table, table.num_rows)):
                 raise OutputError(f"{opened.location}: the new file still has matching rows.")
@@ -356,12 +360,49 @@ def _unless_changed(location: FileLocation, tail: Tail) -> Iterator[None]:
         raise
 
 
-def _view(opened: OpenedFile, source: ByteSource, **options: Any) -> pq.ParquetFile:
-    """Return pyarrow's reader of a file, over the view of it; columns that are not wanted are hidden."""
-    if "arrow_extensions_enabled" in inspect.signature(pq.ParquetFile.__init__).parameters:
-        # Values of extension types cannot be compared; pyarrow has it from version 21 on.
-        options["arrow_extensions_enabled"] = False
-    return pq.ParquetFile(PlainInput(PlainFile(opened, source, "hide", PageCache())), **options)
+class _View:
+    """The view of a file, read by pyarrow; columns that are not wanted are hidden.
+
+    Attributes:
+        file: pyarrow's reader.
+        int96: Dotted paths of leaf columns with timestamps of 96 bits.
+    """
+
+    def __init__(self, opened: OpenedFile, source: ByteSource) -> None:
+        plain = PlainFile(opened, source, "hide", PageCache())
+        # Values of extension types cannot be compared.
+        options = {name: False for name in ("arrow_extensions_enabled",) if name in _options_of(pq.ParquetFile)}
+        self.file = pq.ParquetFile(PlainInput(plain), **options)
+        self._in_microseconds = pq.ParquetFile(PlainInput(plain), coerce_int96_timestamp_unit="us", **options)
+        self._path = str(opened.location)
+        columns = map(self.file.schema.column, range(len(self.file.schema)))
+        self.int96 = [column.path for column in columns if column.physical_type == "INT96"]
+
+    def read(self, ordinal: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return some or all columns of a row group.
+
+        Raises:
+            OutputError: pyarrow does not read timestamps of 96 bits as they are: beyond 64 bits they overflow.
+        """
+        int96 = [path for path in self.int96 if columns is None or any(_is_in(path, name) for name in columns)]
+        if int96:
+            table = self.file.read_row_group(ordinal, columns=int96)
+            exact = self._in_microseconds.read_row_group(ordinal, columns=int96)
+            if not table.cast(exact.schema, safe=False).equals(exact):
+                raise OutputError(
+                    f"{self._path} has 96-bit timestamps before 1678 or after 2261, which pyarrow cannot keep.",
+                    hint=_LATER,
+                )
+        return self.file.read_row_group(ordinal, columns=columns)
+
+
+def _is_in(path: str, name: str) -> bool:
+    return f"{path}.".startswith(f"{name}.")
+
+
+def _options_of(function: Any) -> Collection[str]:
+    """Return the names of the arguments of a class of pyarrow, which differ between versions."""
+    return inspect.signature(function).parameters.keys()
 
 
 def _count(matches: Any) -> int:
@@ -369,13 +410,9 @@ def _count(matches: Any) -> int:
 
 
 class _PlainWriter:
-    """Writes row groups as plain files, in memory only, whose schema and metadata are those of another file.
+    """Writes row groups as plain files, in memory only, whose schema and metadata are those of another file."""
 
-    Attributes:
-        int96: Dotted paths of leaf columns with timestamps of 96 bits.
-    """
-
-    def __init__(self, opened: OpenedFile, file: pq.ParquetFile) -> None:
+    def __init__(self, opened: OpenedFile, view: _View) -> None:
         """Find the options with which pyarrow writes the same physical schema.
 
         Raises:
@@ -383,15 +420,14 @@ class _PlainWriter:
         """
         self._path = str(opened.location)
         self._old = opened.footer.metadata
-        self._schema = file.schema_arrow.remove_metadata()
-        columns = [file.schema.column(ordinal) for ordinal in range(len(file.schema))]
-        self.int96 = [column.path for column in columns if column.physical_type == "INT96"]
-        integers = [column for column in columns if column.physical_type in ("INT32", "INT64")]
-        self._options: dict[str, Any] = {"store_schema": False}
-        if self.int96:
-            self._options["use_deprecated_int96_timestamps"] = True
-        if any(column.logical_type.type == "DECIMAL" for column in integers):
-            self._options["store_decimal_as_integer"] = True
+        self._schema = view.file.schema_arrow.remove_metadata()
+        columns = map(view.file.schema.column, range(len(view.file.schema)))
+        kinds = {(column.logical_type.type, column.physical_type) for column in columns}
+        self._options = {
+            "store_schema": False,
+            "use_deprecated_int96_timestamps": bool(view.int96),
+            "store_decimal_as_integer": bool(kinds & {("DECIMAL", "INT32"), ("DECIMAL", "INT64")}),
+        }
         if not self._is_same():
             self._options["use_compliant_nested_type"] = False
             if not self._is_same():
@@ -407,8 +443,9 @@ class _PlainWriter:
         return WithTail(source, read_footer_bytes(source).offset, end)
 
     def _written(self, table: pa.Table | None, options: Mapping[str, Any]) -> tuple[ByteSource, FileMetaData]:
-        buffer = pa.BufferOutputStream()
-        with pq.ParquetWriter(buffer, self._schema, **self._options, **options) as writer:
+        buffer, known = pa.BufferOutputStream(), _options_of(pq.ParquetWriter)
+        options = {name: value for name, value in {**self._options, **options}.items() if name in known}
+        with pq.ParquetWriter(buffer, self._schema, **options) as writer:
             if table is not None:
                 writer.write_table(table, table.num_rows)
         source = BufferSource(self._path, buffer.getvalue())
@@ -451,10 +488,3 @@ def _options(file: pq.ParquetFile, ordinal: int) -> dict[str, Any]:
         },
     }
     return {name: value for name, value in options.items() if value not in (None, {})}
-
-
-def _refuse_lossy(file: pq.ParquetFile, micro: pq.ParquetFile, ordinal: int, int96: list[str], path: str) -> None:
-    """Refuse timestamps of 96 bits that pyarrow does not read as they are: it lets those of year 9999 overflow."""
-    nanoseconds, microseconds = (one.read_row_group(ordinal, columns=int96) for one in (file, micro))
-    if not nanoseconds.cast(microseconds.schema, safe=False).equals(microseconds):
-        raise OutputError(f"{path}: timestamps before 1678 or after 2261 are not kept.", hint=_LATER)

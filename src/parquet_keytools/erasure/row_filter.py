@@ -18,12 +18,15 @@ import pyarrow.compute as pc
 from parquet_keytools.config.document import did_you_mean, one_of
 from parquet_keytools.errors import ConfigurationError
 
-_TOKEN = re.compile(
-    r"""\s*(?:
-      (?P<text>'(?:[^']|'')*') | (?P<name>"(?:[^"]|"")+")
-    | (?P<number>-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?!\w)) | (?P<word>[^\W\d]\w*(?:\.\w+)*)
-    | (?P<sign><=|>=|!=|<>|[=<>(),]) )""",
-    re.VERBOSE,
+_LITERAL = r"(?:'(?:[^']|'')*'|-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?(?!\w)|true\b|false\b)"
+_LITERALS = re.compile(_LITERAL, re.IGNORECASE)
+_CONDITION = re.compile(
+    rf"""\s*(?:"(?P<quoted>(?:[^"]|"")+)"|(?P<name>[^\W\d][\w.]*))\s*
+    (?: (?P<operator><=|>=|!=|<>|[=<>])\s*(?P<literal>{_LITERAL})
+      | \bIN\s*\((?P<literals>\s*{_LITERAL}\s*(?:,\s*{_LITERAL}\s*)*)\)
+      | \bIS\s+(?P<negation>NOT\s+)?NULL\b )
+    \s*(?:(?P<more>\bAND\b)|$)""",
+    re.VERBOSE | re.IGNORECASE,
 )
 _GRAMMAR = (
     "A filter is COLUMN OPERATOR LITERAL, joined by AND. Operators: =, !=, <, <=, >, >=, IN (...), IS NULL, "
@@ -97,89 +100,25 @@ def parse_filter(text: str) -> tuple[Condition, ...]:
     Raises:
         ConfigurationError: It is not valid.
     """
-    tokens = _Tokens(text)
-    conditions = [_condition(tokens)]
-    while tokens.take("AND"):
-        conditions.append(_condition(tokens))
-    tokens.expect("")
-    return tuple(conditions)
-
-
-class _Tokens:
-    """The tokens of a filter, pairs of kind and text; the last is of kind `end`."""
-
-    def __init__(self, text: str) -> None:
-        self._tokens: list[tuple[str, str]] = []
-        position = 0
-        while text[position:].strip():
-            found = _TOKEN.match(text, position)
-            if found is None:
-                raise self._error(text[position:].strip())
-            self._tokens.append((str(found.lastgroup), found[found.lastgroup or 0]))
-            position = found.end()
-        self._tokens = [*self._tokens, ("end", "")][::-1]
-
-    def take(self, *words: str) -> str | None:
-        """Take the next token if it is one of these words or signs; return it in capitals."""
-        kind, text = self._tokens[-1]
-        if kind not in ("word", "sign", "end") or text.upper() not in words:
-            return None
-        self._next()
-        return text.upper()
-
-    def take_kind(self, *kinds: str) -> tuple[str, str]:
-        """Take the next token, which is of one of these kinds, without its quotes."""
-        kind, text = self._tokens[-1]
-        if kind not in kinds:
-            raise self._error(text)
-        self._next()
-        quote = text[0] if kind in ("text", "name") else ""
-        return kind, text[1:-1].replace(quote * 2, quote) if quote else text
-
-    def expect(self, *words: str) -> str:
-        """Take the next token, which is one of these words or signs."""
-        found = self.take(*words)
+    conditions: list[Condition] = []
+    position, more = 0, True
+    while more:
+        found = _CONDITION.match(text, position)
         if found is None:
-            raise self._error(self._tokens[-1][1])
-        return found
-
-    def _next(self) -> None:
-        if len(self._tokens) > 1:
-            self._tokens.pop()
-
-    @staticmethod
-    def _error(text: str) -> ConfigurationError:
-        where = f"at {text[:40]!r}" if text else "at its end"
-        return ConfigurationError(f"the filter is not valid {where}.", hint=_GRAMMAR)
-
-
-def _condition(tokens: _Tokens) -> Condition:
-    _, column = tokens.take_kind("word", "name")
-    operator = tokens.expect(*_COMPARE.keys() - {"IS NULL", "IS NOT NULL"}, "IS")
-    if operator == "IS":
-        negation = "NOT " if tokens.take("NOT") else ""
-        tokens.expect("NULL")
-        return Condition(column, f"IS {negation}NULL")
-    if operator != "IN":
-        return _with_literals(column, operator, [_literal(tokens)])
-    tokens.expect("(")
-    literals = [_literal(tokens)]
-    while tokens.expect(",", ")") == ",":
-        literals.append(_literal(tokens))
-    return _with_literals(column, operator, literals)
-
-
-def _literal(tokens: _Tokens) -> tuple[bool, str]:
-    if word := tokens.take("TRUE", "FALSE"):
-        return False, word.lower()
-    kind, text = tokens.take_kind("text", "number")
-    return kind == "text", text
-
-
-def _with_literals(column: str, operator: str, literals: Sequence[tuple[bool, str]]) -> Condition:
-    if len({is_quoted for is_quoted, _ in literals}) > 1:
-        raise ConfigurationError(f"the literals for column {column!r} are of several types.")
-    return Condition(column, operator, tuple(text for _, text in literals), literals[0][0])
+            where = f"at {text[position:].strip()[:40]!r}" if text[position:].strip() else "at its end"
+            raise ConfigurationError(f"the filter is not valid {where}.", hint=_GRAMMAR)
+        name = found["name"] or found["quoted"].replace('""', '"')
+        operator = found["operator"] or ("IN" if found["literals"] else "IS NULL")
+        if found["negation"]:
+            operator = "IS NOT NULL"
+        literals = _LITERALS.findall(found["literal"] or found["literals"] or "")
+        quoted = {literal[0] == "'" for literal in literals}
+        if len(quoted) > 1:
+            raise ConfigurationError(f"the literals for column {name!r} are of several types.")
+        plain = tuple(text[1:-1].replace("''", "'") if text[0] == "'" else text.lower() for text in literals)
+        conditions.append(Condition(name, operator, plain, quoted == {True}))
+        position, more = found.end(), bool(found["more"])
+    return tuple(conditions)
 
 
 class FileFilter:

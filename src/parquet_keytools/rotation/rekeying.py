@@ -400,9 +400,9 @@ class _Encrypting:
 
         def check() -> None:
             check_unchanged(location, tail)
-            _refuse_hard_links(location)
+            refuse_hard_links(location, "the plaintext")
 
-        _refuse_hard_links(location)
+        refuse_hard_links(location, "the plaintext")
         with open_source(location) as source:
             try:
                 footer = file_encryptor.read_plaintext_footer(source)
@@ -474,10 +474,14 @@ class _Encrypting:
             )
 
 
-def _refuse_hard_links(location: FileLocation) -> None:
-    """Refuse a file with several hard links: its other names would still lead to the plaintext."""
+def refuse_hard_links(location: FileLocation, content: str) -> None:
+    """Refuse a file with several hard links: its other names would still lead to its old content.
+
+    Raises:
+        OutputError: It has other names.
+    """
     if location.is_local and (names := Path(location.path).stat().st_nlink) > 1:
         raise OutputError(
-            f"{location} has {names} names (hard links), and the others would keep the plaintext.",
-            hint="Remove the other names, or encrypt into another folder.",
+            f"{location} has {names} names (hard links), and the others would keep {content}.",
+            hint="Remove the other names first.",
         )

@@ -67,7 +67,7 @@ def test_files_that_fail_are_named(run, keystore_case, table) -> None:
 @pytest.mark.parametrize(
     ("where", "text"),
     [
-        ("id = 1 OR id = 2", "not valid at 'OR'"),
+        ("id = 1 OR id = 2", "not valid at 'id = 1 OR"),
         ("nobody = 1", "no column 'nobody'"),
         ("id = '1'", "without single"),
     ],

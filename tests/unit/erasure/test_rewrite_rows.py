@@ -191,8 +191,9 @@ def test_timestamps_that_overflow_are_refused(tmp_path: Path) -> None:
     as_spark_writes(plain, datetime(9999, 12, 31))
     tools.encrypt_file(plain, path)
     before = tree_digest(case.folder)
-    with pytest.raises(OutputError, match="before 1678 or after 2261"):
-        rewrite_rows(tools, path, where="a = 2")
+    for where in ("a = 2", "at > '2026-01-01'", "at < '1900-01-01'"):
+        with pytest.raises(OutputError, match="before 1678 or after 2261"):
+            rewrite_rows(tools, path, where=where)
     assert tree_digest(case.folder) == before
 
 
@@ -206,6 +207,17 @@ def test_attributes_stay_and_stale_checksums_go(tmp_path: Path) -> None:
     link.symlink_to(path)
     assert rewrite_rows(case.tools(), link, where="a = 1").succeeded
     assert link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o640 and not checksum.exists()
+
+
+def test_other_names_would_keep_the_rows(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory")
+    path = case.write()
+    (tmp_path / "backup.parquet").hardlink_to(path)
+    before = tree_digest(case.folder)
+    with pytest.raises(OutputError, match="2 names"):
+        rewrite_rows(case.tools(), path, where="a = 1")
+    assert tree_digest(case.folder) == before
+    assert rewrite_rows(case.tools(), path, where="a = -1").succeeded
 
 
 def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
@@ -292,6 +304,7 @@ def test_a_kms_that_refuses_the_footer_key_changes_nothing(tmp_path: Path) -> No
         ("metadata/v1.metadata.json", "", "Iceberg"),
         ("metadata/00001-x.metadata.json", "data", "Iceberg"),
         ("metadata/00001-x.metadata.json.gz", "data/p=1/x.parquet", "Iceberg"),
+        ("data/metadata/v1.metadata.json", "", "Iceberg"),
         ("_delta_log/0.json", "", "Delta Lake"),
         (".hoodie/hoodie.properties", "", "Hudi"),
     ],
