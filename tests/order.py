@@ -29,6 +29,7 @@ LONGEST_FIRST: dict[str, str] = {
     "interop/test_boundary_writers.py": SPARK_FIXTURE,
     "interop/test_spark_recipe.py": SPARK_FIXTURE,
     "interop/test_several_named_kmss.py": SPARK_FIXTURE,
+    "interop/test_erased_rows.py": SPARK_FIXTURE,
     "packaging/test_examples.py": DOCUMENTATION,
     "packaging/test_engines_page.py": DOCUMENTATION,
     "packaging/test_demo.py": DOCUMENTATION,

@@ -421,6 +421,10 @@ class _PlainWriter:
         self._path = str(opened.location)
         self._old = opened.footer.metadata
         self._schema = view.file.schema_arrow.remove_metadata()
+        for position, field in enumerate(self._schema if view.int96 else ()):
+            if pa.types.is_timestamp(field.type) and field.name not in view.int96:
+                # As the file has it: pyarrow would write all timestamps with 96 bits.
+                self._schema = self._schema.set(position, field.with_type(pa.int64()))
         columns = map(view.file.schema.column, range(len(view.file.schema)))
         kinds = {(column.logical_type.type, column.physical_type) for column in columns}
         self._options = {
@@ -447,7 +451,7 @@ class _PlainWriter:
         options = {name: value for name, value in {**self._options, **options}.items() if name in known}
         with pq.ParquetWriter(buffer, self._schema, **options) as writer:
             if table is not None:
-                writer.write_table(table, table.num_rows)
+                writer.write_table(table.cast(self._schema), table.num_rows)
         source = BufferSource(self._path, buffer.getvalue())
         metadata, _ = FileMetaData.read(read_footer_bytes(source).data)
         return source, metadata
