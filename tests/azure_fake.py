@@ -146,7 +146,7 @@ class FakeVault:
                 self.end_headers()
                 self.wfile.write(data)
 
-            do_GET = do_POST = answer  # noqa: N815
+            do_GET = do_POST = do_DELETE = answer  # noqa: N815
 
             def log_message(self, *_: Any) -> None:
                 """Quiet."""
@@ -303,8 +303,20 @@ class FakeVault:
                 self.calls["deletedkeys"] += 1
             if name.lower() not in self.deleted:
                 raise _missing(name)
-            return {"recoveryId": f"{self.url}/deletedkeys/{name}", "scheduledPurgeDate": 2_000_000_000}
+            if (method, rest) == ("POST", ["recover"]):
+                self.keys[name.lower()] = self.deleted.pop(name.lower())
+                return {}
+            return {
+                "recoveryId": f"{self.url}/deletedkeys/{name}",
+                "scheduledPurgeDate": 2_000_000_000,
+                "attributes": {"recoveryLevel": "Recoverable+Purgeable"},
+            }
         assert kind == "keys"
+        if method == "DELETE":
+            if name.lower() not in self.keys:
+                raise _missing(name)
+            self.delete(name)
+            return {"scheduledPurgeDate": 2_000_000_000}
         verb = {"POST": rest[-1] if rest else "", "GET": "versions" if rest == ["versions"] else "get"}[method]
         with self._lock:
             self.calls[verb] += 1

@@ -30,7 +30,7 @@ class KeyUse:
     """One key that the KMS was requested to wrap, unwrap or re-wrap.
 
     Attributes:
-        operation: `wrap`, `unwrap` or `rewrap`.
+        operation: `wrap`, `unwrap` or `rewrap`; of a master key itself `delete` or `cancel_deletion`.
         outcome: `ok`, or the class of the error.
         backend: Name of the KMS client.
         kms_instance: The `instance_id` of the configuration.

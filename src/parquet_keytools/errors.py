@@ -182,7 +182,8 @@ class KmsError(KeytoolsError):
 
     Attributes:
         backend: Name of the KMS client, such as `vault`.
-        operation: `wrap`, `unwrap`, `rewrap`, `describe`, `connect` or `update`.
+        operation: `wrap`, `unwrap`, `rewrap`, `describe`, `connect`, `update`, `delete`, `cancel_deletion` or
+            `identify`.
         master_key_id: The master key concerned, or None.
         detail: Further facts; empty if there are none.
         tries: Number of attempts.

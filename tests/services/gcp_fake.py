@@ -23,12 +23,14 @@ from google.cloud.kms_v1.types import (
     CryptoKeyVersion,
     DecryptRequest,
     DecryptResponse,
+    DestroyCryptoKeyVersionRequest,
     EncryptRequest,
     EncryptResponse,
     GetCryptoKeyRequest,
     ListCryptoKeyVersionsRequest,
     ListCryptoKeyVersionsResponse,
     ProtectionLevel,
+    RestoreCryptoKeyVersionRequest,
 )
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -44,6 +46,8 @@ METHODS = {
     "GetCryptoKey": (GetCryptoKeyRequest, CryptoKey),
     "ListCryptoKeyVersions": (ListCryptoKeyVersionsRequest, ListCryptoKeyVersionsResponse),
     "CreateCryptoKey": (CreateCryptoKeyRequest, CryptoKey),
+    "DestroyCryptoKeyVersion": (DestroyCryptoKeyVersionRequest, CryptoKeyVersion),
+    "RestoreCryptoKeyVersion": (RestoreCryptoKeyVersionRequest, CryptoKeyVersion),
 }
 PAGE_SIZE = 2
 
@@ -95,6 +99,9 @@ class Key:
             protection_level=self.protection_level,
             import_job=version.import_job,
             create_time=datetime.datetime.fromtimestamp(1_700_000_000 + version.number, datetime.UTC),
+            destroy_time=datetime.datetime.fromtimestamp(2_000_000_000, datetime.UTC)
+            if version.state == State.DESTROY_SCHEDULED
+            else None,
         )
 
 
@@ -277,6 +284,19 @@ class FakeGcpKms:
         key = self.keys[name] = Key(name, purpose=request.crypto_key.purpose)
         key.labels = dict(request.crypto_key.labels)
         return CryptoKey(name=name, purpose=key.purpose)
+
+    def _DestroyCryptoKeyVersion(self, request: DestroyCryptoKeyVersionRequest) -> CryptoKeyVersion:  # noqa: N802
+        return self._changed("DestroyCryptoKeyVersion", request.name, State.DESTROY_SCHEDULED)
+
+    def _RestoreCryptoKeyVersion(self, request: RestoreCryptoKeyVersionRequest) -> CryptoKeyVersion:  # noqa: N802
+        # As the real service: a restored version is disabled.
+        return self._changed("RestoreCryptoKeyVersion", request.name, State.DISABLED)
+
+    def _changed(self, method: str, name: str, state: Any) -> CryptoKeyVersion:
+        key = self._found(method, name.partition("/cryptoKeyVersions/")[0])
+        version = key.versions[int(name.rpartition("/")[2]) - 1]
+        version.state = state
+        return key.described(version)
 
     def _ListCryptoKeyVersions(  # noqa: N802
         self, request: ListCryptoKeyVersionsRequest

@@ -5,12 +5,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import moto.kms.models
+from moto.core.exceptions import JsonRESTError
 from moto.server import ThreadedMotoServer
 
 # moto makes an RSA key for each master key, also for those that are symmetric and never use it.
 moto.kms.models.generate_private_key = cache(moto.kms.models.generate_private_key)
+
+_unchecked = moto.kms.models.KmsBackend.decrypt
+
+
+def _decrypt(
+    self: Any, ciphertext_blob: bytes, encryption_context: dict[str, str], key_id: str | None = None
+) -> Any:
+    """Refuse a key that is pending deletion, as AWS does and moto does not."""
+    answer = _unchecked(self, ciphertext_blob, encryption_context, key_id)
+    state = self.keys[answer[1].rpartition("/")[2]].key_state
+    if state == "PendingDeletion":
+        raise JsonRESTError("KMSInvalidStateException", f"{answer[1]} is pending deletion.")
+    return answer
+
+
+moto.kms.models.KmsBackend.decrypt = _decrypt  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -7,10 +7,10 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, TypeVarTuple
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -95,6 +95,9 @@ def holds_secret(value: object) -> bool:
 KEY_LENGTHS_BYTES = (16, 24, 32)
 """Lengths that an AES key can have (spec 4)."""
 
+_KEEPS_KEYS = "this client does not delete master keys"
+_KEEPS_KEYS_HINT = "Delete the master key with the KMS's own tools."
+
 _MAX_WRAPPED_KEY_LENGTH = 16_384
 _PRINTABLE_ASCII = re.compile(r"[\x20-\x7e]+")
 
@@ -151,6 +154,45 @@ class MasterKeyDescription:
     enabled_versions: tuple[str, ...] | None = None
     origin: str | None = None
     rotates: bool | None = None
+
+
+@dataclass(frozen=True)
+class KeyDeletion:
+    """Whether a master key is deleted, or will be.
+
+    Attributes:
+        key: Identifier of the master key that is no alias.
+        state: `usable`; `disabled`; `scheduled`: it unwraps nothing, and the KMS deletes it later; `deleted`: the
+            KMS has no such master key, or none of its versions.
+        versions: Version -> its state in the words of the KMS; empty where the KMS shows none.
+        deletes_at: When the KMS deletes it; None if that is not scheduled.
+        answer: Further words of the KMS.
+    """
+
+    key: str
+    state: Literal["usable", "disabled", "scheduled", "deleted"]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    deletes_at: datetime | None = None
+    answer: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it unwraps nothing because of a deletion."""
+        return self.state in ("scheduled", "deleted")
+
+
+class CallerIdentity(NamedTuple):
+    """Who calls a KMS, and what says so."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class _KeyRequest:
+    """A request about a master key itself, for the audit log."""
+
+    master_key_id: str
 
 
 def mistake_in_key(answer: object) -> str:
@@ -218,6 +260,9 @@ class KmsClient(ABC):
 
     telemetry_key_ids: bool = False
     """Whether spans name master keys."""
+
+    waiting_days: ClassVar[range | None] = None
+    """The waiting periods before a master key is deleted, if a caller may choose; the last one is the default."""
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
@@ -384,6 +429,56 @@ class KmsClient(ABC):
         with self._span("describe", [master_key_id]):
             return value_or_raise(self._outcome("describe", master_key_id, checked))
 
+    # --- public: the end of master keys; a backend that cannot delete them has none of the hooks ---
+
+    def schedule_key_deletion(self, master_key_id: str, waiting_days: int | None = None) -> KeyDeletion:
+        """Delete a master key, at once or after the waiting period of the KMS; it unwraps nothing from now on.
+
+        A call for a master key that is deleted already, or only in part, changes only what is left.
+
+        Args:
+            master_key_id: Its identifier.
+            waiting_days: Waiting period; None for the default of the KMS.
+
+        Raises:
+            KmsConfigurationError: The backend does not delete master keys, or its waiting period is not a choice.
+            KmsError: Another subclass gives the reason.
+        """
+        if waiting_days is not None and waiting_days not in (self.waiting_days or ()):
+            allowed = self.waiting_days
+            detail = (
+                f"the waiting period has {allowed[0]} to {allowed[-1]} days"
+                if allowed
+                else "its waiting period cannot be chosen when a key is deleted"
+            )
+            raise KmsConfigurationError(detail).about(self.backend, "delete", master_key_id)
+        return self._of_key("delete", master_key_id, self._schedule_key_deletion, waiting_days)
+
+    def key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        """Return whether a master key is deleted, or will be; errors as with `schedule_key_deletion`."""
+        return self._of_key("describe", master_key_id, self._key_deletion_state)
+
+    def cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
+        """Cancel a deletion that is scheduled. The KMS may keep the master key disabled.
+
+        Raises:
+            KmsConfigurationError: The deletion is not scheduled; or as with `schedule_key_deletion`.
+            KmsError: Another subclass gives the reason.
+        """
+        found = self.key_deletion_state(master_key_id)
+        if found.state != "scheduled":
+            detail = f"there is no deletion to cancel: it is {found.state}"
+            raise KmsConfigurationError(detail).about(self.backend, "cancel_deletion", master_key_id)
+        return self._of_key("cancel_deletion", master_key_id, self._cancel_key_deletion)
+
+    def caller_identity(self, master_key_id: str) -> CallerIdentity:
+        """Return who calls the KMS of a master key, by the KMS's own word where it has such a call.
+
+        Raises:
+            KmsError: The KMS could not be asked.
+        """
+        return value_or_raise(self._outcome("identify", None, self._caller_identity))
+
     def version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         """Return when each version of a master key was created: version -> time in UTC.
 
@@ -517,6 +612,22 @@ class KmsClient(ABC):
     def _identity(self, master_key_id: str) -> str:
         """Return the unique name of a master key; a KMS with aliases overrides this."""
         return master_key_id
+
+    def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
+        """Delete a master key as far as it is not deleted, and return its state. May be called several times."""
+        raise KmsConfigurationError(_KEEPS_KEYS, hint=_KEEPS_KEYS_HINT)
+
+    def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        """Return the state of a master key; `deleted` if there is no such key."""
+        raise KmsConfigurationError(_KEEPS_KEYS, hint=_KEEPS_KEYS_HINT)
+
+    def _cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
+        """Cancel a deletion that is scheduled, and return the state."""
+        raise KmsConfigurationError("this client cannot cancel a deletion", hint=_KEEPS_KEYS_HINT)
+
+    def _caller_identity(self) -> CallerIdentity:
+        """Ask the KMS who calls it; a KMS with such a call overrides this."""
+        return CallerIdentity(str(self._principal()), "this client, without a call of the KMS")
 
     def _raw_obstacle(self) -> str:
         """Return why there is no raw form, or an empty string; a backend with a raw form overrides this."""
@@ -660,7 +771,29 @@ class KmsClient(ABC):
             span.failed(failures[0])
         self._audit(operation, requests, outcomes)
 
-    def _audit(self, operation: str, requests: Sequence[R], outcomes: Sequence[object]) -> None:
+    def _of_key(
+        self, operation: str, master_key_id: str, hook: Callable[[str, *Ts], KeyDeletion], *arguments: *Ts
+    ) -> KeyDeletion:
+        """Call a hook about a master key itself; the audit log has a record of each change."""
+
+        def checked() -> KeyDeletion:
+            found: object = hook(master_key_id, *arguments)
+            if not isinstance(found, KeyDeletion):
+                raise KmsResponseInvalidError("the answer is no state of a master key")
+            return found
+
+        with self._span(operation, [master_key_id]):
+            outcome = self._outcome(operation, master_key_id, checked)
+        if operation != "describe":
+            self._audit(operation, [_KeyRequest(master_key_id)], [outcome])
+        return value_or_raise(outcome)
+
+    def _audit(
+        self,
+        operation: str,
+        requests: Sequence[WrapRequest | UnwrapRequest | RewrapRequest | _KeyRequest],
+        outcomes: Sequence[object],
+    ) -> None:
         """Write the outcome of each key to the audit log, if it is enabled."""
         if not self.audit_log or not requests:
             return

@@ -23,7 +23,13 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
-from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsSettings, MasterKeyDescription, SingleKeyKmsClient
+from parquet_keytools.kms.client import (
+    KEY_LENGTHS_BYTES,
+    KeyDeletion,
+    KmsSettings,
+    MasterKeyDescription,
+    SingleKeyKmsClient,
+)
 from parquet_keytools.secret_bytes import SecretBytes
 
 KeyBytes = SecretBytes | bytes
@@ -220,6 +226,18 @@ class InMemoryKms(SingleKeyKmsClient):
             enabled_versions=tuple(enabled) if master_key.enabled else (),
             origin="generated" if master_key.generated else "configuration",
         )
+
+    def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
+        self._master_keys.pop(master_key_id, None)
+        return self._key_deletion_state(master_key_id)
+
+    def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        master_key = self._master_keys.get(master_key_id)
+        if master_key is None:
+            return KeyDeletion(master_key_id, "deleted")
+        states = {str(n): "enabled" if v.enabled else "disabled" for n, v in enumerate(master_key.versions, 1)}
+        is_usable = master_key.enabled and "enabled" in states.values()
+        return KeyDeletion(master_key_id, "usable" if is_usable else "disabled", states)
 
     def _existing(self, master_key_id: str, operation: str) -> _MasterKey:
         if master_key := self._master_keys.get(master_key_id):

@@ -5,7 +5,7 @@ master key identifier and the version. The raw form is nonce, ciphertext and tag
 so each version is tried, the newest first.
 
 Readers of the file take no lock: a change replaces the file as a whole. Writers lock, read again, then write, so
-that any number of processes can change a keystore at once. No method removes a master key.
+that any number of processes can change a keystore at once.
 
 A keystore is one JSON document in UTF-8:
 
@@ -82,6 +82,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.client import (
+    KeyDeletion,
     KmsClient,
     KmsSettings,
     MasterKeyDescription,
@@ -494,6 +495,16 @@ class Keystore:
                 raise missing.about("keystore", "update", master_key_id)
             master_keys[master_key_id] = changed
 
+    def destroy_key(self, master_key_id: str) -> None:
+        """Remove a master key with all its versions. Only a backup of the keystore still has it.
+
+        Raises:
+            MasterKeyNotFoundError: There is no such master key.
+        """
+        with self._changing() as (opened, master_keys):
+            opened.master_key(master_key_id, "delete")
+            del master_keys[master_key_id]
+
     def change_passphrase(self, new_passphrase: PassphraseSource) -> None:
         """Re-wrap all master keys under another passphrase. Old copies of the file keep the old one.
 
@@ -700,6 +711,19 @@ class KeystoreKms(KmsClient):
 
     def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
         self._keystore.create_key(master_key_id)
+
+    def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
+        if master_key_id in self._keystore.open().master_keys:
+            self._keystore.destroy_key(master_key_id)
+        return self._key_deletion_state(master_key_id)
+
+    def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        master_key = self._keystore.open().master_keys.get(master_key_id)
+        if master_key is None:
+            return KeyDeletion(master_key_id, "deleted")
+        states = {str(v.version): "enabled" if v.enabled else "disabled" for v in master_key.versions}
+        is_usable = master_key.enabled and "enabled" in states.values()
+        return KeyDeletion(master_key_id, "usable" if is_usable else "disabled", states)
 
     def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         versions = self._keystore.open().master_key(master_key_id).versions

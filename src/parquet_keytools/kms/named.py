@@ -29,6 +29,8 @@ from parquet_keytools.errors import (
     without_frames,
 )
 from parquet_keytools.kms.client import (
+    CallerIdentity,
+    KeyDeletion,
     KmsClient,
     KmsSettings,
     MasterKeyDescription,
@@ -273,6 +275,30 @@ class NamedKmss(KmsClient):
     def version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         """Return when each version was created; see `KmsClient.version_dates`."""
         return self._one("describe", master_key_id, lambda client, within: client.version_dates(within))
+
+    def schedule_key_deletion(self, master_key_id: str, waiting_days: int | None = None) -> KeyDeletion:
+        """Delete a master key; see `KmsClient.schedule_key_deletion`."""
+        return self._deletion(
+            "delete", master_key_id, lambda kms, key: kms.schedule_key_deletion(key, waiting_days)
+        )
+
+    def key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        """Return whether a master key is deleted; see `KmsClient.key_deletion_state`."""
+        return self._deletion("describe", master_key_id, lambda kms, key: kms.key_deletion_state(key))
+
+    def cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
+        """Cancel a deletion; see `KmsClient.cancel_key_deletion`."""
+        return self._deletion("cancel_deletion", master_key_id, lambda kms, key: kms.cancel_key_deletion(key))
+
+    def _deletion(
+        self, operation: str, master_key_id: str, call: Callable[[KmsClient, str], KeyDeletion]
+    ) -> KeyDeletion:
+        found = self._one(operation, master_key_id, call)
+        return replace(found, key=with_name(self._split(master_key_id)[0], found.key))
+
+    def caller_identity(self, master_key_id: str) -> CallerIdentity:
+        """Return who calls the KMS of a master key; see `KmsClient.caller_identity`."""
+        return self._one("identify", master_key_id, lambda kms, key: kms.caller_identity(key))
 
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
         """Return the version that wrapped a key, or None; no call is made."""

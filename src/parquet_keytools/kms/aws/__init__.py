@@ -26,6 +26,7 @@ from parquet_keytools.errors import (
     KmsResponseInvalidError,
     KmsThrottledError,
     KmsUnavailableError,
+    MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.aws.connection import (
@@ -39,6 +40,8 @@ from parquet_keytools.kms.aws.connection import (
     may_stand_for,
 )
 from parquet_keytools.kms.client import (
+    CallerIdentity,
+    KeyDeletion,
     KmsSettings,
     MasterKeyDescription,
     RewrapRequest,
@@ -52,6 +55,8 @@ from parquet_keytools.secret_bytes import SecretBytes
 
 _MAX_BLOB_LENGTH = 6_144
 """Of a ciphertext blob, in bytes. AWS refuses longer blobs."""
+
+_PENDING = ("PendingDeletion", "PendingReplicaDeletion")
 
 _USAGE, _SPEC = "ENCRYPT_DECRYPT", "SYMMETRIC_DEFAULT"
 
@@ -72,6 +77,7 @@ class AwsKms(RemoteKmsClient):
     Settings = AwsSettings
     address_setting = "endpoint_url"
     certificates_setting = "ca_bundle"
+    waiting_days = range(7, 31)
 
     def __init__(
         self,
@@ -268,6 +274,60 @@ class AwsKms(RemoteKmsClient):
 
         return self._operation("describe").call(master_key_id, send)
 
+    def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
+        def schedule(seconds: float) -> None:
+            deadline = time.monotonic() + seconds
+            _, metadata = self._key_metadata(master_key_id, deadline)
+            # The answer to an earlier attempt may have been lost.
+            if metadata.get("KeyState") not in _PENDING:
+                _refuse_replicas(metadata)
+                days = self.waiting_days[-1] if waiting_days is None else waiting_days
+                self._connection.call(
+                    "schedule_key_deletion", deadline, KeyId=metadata["KeyId"], PendingWindowInDays=days
+                )
+
+        self._operation("delete").call(master_key_id, schedule)
+        return self._key_deletion_state(master_key_id)
+
+    def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        def send(seconds: float) -> tuple[KmsArn, dict[str, Any]]:
+            return self._key_metadata(master_key_id, time.monotonic() + seconds)
+
+        try:
+            arn, metadata = self._operation("describe").call(master_key_id, send)
+        except MasterKeyNotFoundError:
+            return KeyDeletion(master_key_id, "deleted")
+        word, date = str(metadata.get("KeyState")), metadata.get("DeletionDate")
+        current = metadata.get("CurrentKeyMaterialId")
+        answer = {"KeyState": word} | ({"DeletionDate": date.isoformat()} if isinstance(date, datetime) else {})
+        return KeyDeletion(
+            str(arn),
+            "scheduled" if word in _PENDING else "usable" if word == "Enabled" else "disabled",
+            {str(current): word} if current else {},
+            date.astimezone(UTC) if isinstance(date, datetime) else None,
+            answer,
+        )
+
+    def _cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
+        def cancel(seconds: float) -> None:
+            deadline = time.monotonic() + seconds
+            _, metadata = self._key_metadata(master_key_id, deadline)
+            if metadata.get("KeyState") in _PENDING:
+                self._connection.call("cancel_key_deletion", deadline, KeyId=metadata["KeyId"])
+
+        self._operation("cancel_deletion").call(master_key_id, cancel)
+        return self._key_deletion_state(master_key_id)
+
+    def _caller_identity(self) -> CallerIdentity:
+        if self._given == "client":
+            return super()._caller_identity()
+        return CallerIdentity(
+            self._operation("identify").call(
+                None, lambda seconds: self._connection.caller(time.monotonic() + seconds)
+            ),
+            "sts:GetCallerIdentity",
+        )
+
     def _key_metadata(self, master_key_id: str, deadline: float) -> tuple[KmsArn, dict[str, Any]]:
         metadata = self._connection.call("describe_key", deadline, KeyId=master_key_id)["KeyMetadata"]
         return _answered(metadata.get("Arn"), master_key_id), metadata
@@ -369,6 +429,14 @@ def _answered(key_id: object, master_key_id: str) -> KmsArn:
     if arn is None or not may_stand_for(as_asked(master_key_id, arn.region), arn):
         raise KmsResponseInvalidError(_ABOUT_ANOTHER, master_key_id=master_key_id)
     return arn
+
+
+def _refuse_replicas(metadata: dict[str, Any]) -> None:
+    """Refuse to delete one of several keys with the same key material, which would still unwrap."""
+    regions = metadata.get("MultiRegionConfiguration") or {}
+    if regions.get("MultiRegionKeyType") == "REPLICA" or regions.get("ReplicaKeys"):
+        hint = "Delete its replicas in all other Regions first, then the primary key."
+        raise KmsConfigurationError("other Regions have replicas of it, which would still unwrap", hint=hint)
 
 
 def _concerned(error: ClientError, master_key_id: str, new_master_key_id: str) -> str:

@@ -312,10 +312,7 @@ class AwsConnection:
     def _make_client(self) -> Any:
         client = self._given_client
         if client is None:
-            session = self._session or _base_session(self._settings)
-            if self._settings.assume_role is not None:
-                session = self._session_in_role(session)
-            client = self._opened(session.client, "kms", self._settings.endpoint_url)
+            client = self._opened(self._own_session().client, "kms", self._settings.endpoint_url)
         else:
             self._check_endpoint(client)
             if not self._owner.is_here:
@@ -323,6 +320,24 @@ class AwsConnection:
                 client.close()
         _sdk_logs.add_filters()
         return client
+
+    def _own_session(self) -> Any:
+        session = self._session or _base_session(self._settings)
+        return session if self._settings.assume_role is None else self._session_in_role(session)
+
+    def caller(self, deadline: float) -> str:
+        """Return the ARN of the caller, from STS."""
+        role = self._settings.assume_role
+        token = _deadline_of_call.set(deadline)
+        try:
+            with _sdk_logs.silenced():
+                client = self._opened(self._own_session().client, "sts", role.endpoint_url if role else None)
+                try:
+                    return str(client.get_caller_identity()["Arn"])
+                finally:
+                    client.close()
+        finally:
+            _deadline_of_call.reset(token)
 
     def _session_in_role(self, base: Any) -> Any:
         """Return a session with the role's credentials, which it renews before they expire."""

@@ -37,7 +37,14 @@ from parquet_keytools.kms.azure.connection import (
     AzureSettings,
     make_credential,
 )
-from parquet_keytools.kms.client import MasterKeyDescription, UnwrapRequest, WrapRequest, checked_key
+from parquet_keytools.kms.client import (
+    CallerIdentity,
+    KeyDeletion,
+    MasterKeyDescription,
+    UnwrapRequest,
+    WrapRequest,
+    checked_key,
+)
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteOperation, Time
 from parquet_keytools.runtime.fork_safety import PerProcess
 from parquet_keytools.secret_bytes import SecretBytes
@@ -182,6 +189,56 @@ class AzureKms(RemoteKmsClient):
             if type(facts.get("created")) is int
         }
 
+    def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
+        def delete(seconds: float) -> None:
+            # An earlier attempt may have succeeded.
+            with contextlib.suppress(MasterKeyDisabledError, MasterKeyNotFoundError):
+                self._request(self._name(master_key_id), "", seconds, method="DELETE")
+
+        self._operation("delete").call(master_key_id, delete)
+        return self._key_deletion_state(master_key_id)
+
+    def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        operation, name = self._operation("describe"), self._identity(master_key_id)
+        path = f"/deletedkeys/{self._name(master_key_id)}"
+        try:
+            # Listed, for the service does not show a disabled version.
+            versions = self._versions(operation, master_key_id)
+        except (MasterKeyNotFoundError, MasterKeyDisabledError):
+            versions = {}
+        if versions:
+            words = {v: "enabled" if facts.get("enabled") is True else "disabled" for v, facts in versions.items()}
+            return KeyDeletion(name, "usable" if "enabled" in words.values() else "disabled", words)
+
+        def read(seconds: float) -> dict[str, Any]:
+            return self._connection.get().request(path, self._time.clock() + seconds)
+
+        try:
+            deleted = operation.call(master_key_id, read)
+        except MasterKeyNotFoundError:
+            return KeyDeletion(name, "deleted")
+        purged, level = deleted.get("scheduledPurgeDate"), (deleted.get("attributes") or {}).get("recoveryLevel")
+        at = datetime.fromtimestamp(purged, UTC) if type(purged) is int else None
+        answer = {"scheduledPurgeDate": purged, "recoveryLevel": level}
+        return KeyDeletion(
+            name, "scheduled", deletes_at=at, answer={k: str(v) for k, v in answer.items() if v is not None}
+        )
+
+    def _cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
+        path = f"/deletedkeys/{self._name(master_key_id)}/recover"
+
+        def recover(seconds: float) -> None:
+            self._connection.get().request(path, self._time.clock() + seconds, method="POST")
+
+        self._operation("cancel_deletion").call(master_key_id, recover)
+        return self._key_deletion_state(master_key_id)
+
+    def _caller_identity(self) -> CallerIdentity:
+        name = self._operation("identify").call(
+            None, lambda seconds: self._connection.get().caller(self._time.clock() + seconds)
+        )
+        return CallerIdentity(name, "the access token of Entra ID") if name else super()._caller_identity()
+
     def _identity(self, master_key_id: str) -> str:
         return f"{self.settings.vault_url}/keys/{self._name(master_key_id).lower()}"
 
@@ -288,13 +345,18 @@ class AzureKms(RemoteKmsClient):
         return checked_key(_decoded(answer.get("value")))
 
     def _request(
-        self, name: str, rest: str, seconds: float, content: Mapping[str, object] | None = None
+        self,
+        name: str,
+        rest: str,
+        seconds: float,
+        content: Mapping[str, object] | None = None,
+        method: str = "",
     ) -> dict[str, Any]:
         """Send a request about a master key; `rest` is the rest of the path, or the URL of a further page."""
         path = rest if rest.startswith("https:") else f"/keys/{name}/{rest}".rstrip("/")
         is_unwrap = path.endswith(("/unwrapkey", "/decrypt"))
         try:
-            return self._connection.get().request(path, self._time.clock() + seconds, content)
+            return self._connection.get().request(path, self._time.clock() + seconds, content, method)
         except MasterKeyNotFoundError:
             # The service answers alike to a version that the key never had, and to a key that is soft-deleted.
             if is_unwrap and "/" in rest and self._exists(f"/keys/{name}", seconds):

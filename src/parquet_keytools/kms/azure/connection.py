@@ -7,6 +7,7 @@ exception, since it may contain plaintext keys.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -199,7 +200,7 @@ class AzureConnection:
             check_certificates(bundle)
             self.session.verify = bundle
 
-    def request(self, path: str, deadline: float, content: object = None) -> dict[str, Any]:
+    def request(self, path: str, deadline: float, content: object = None, method: str = "") -> dict[str, Any]:
         """Send a request to a path, or to the URL of a further page. Returns the JSON object in the answer.
 
         Raises:
@@ -209,22 +210,43 @@ class AzureConnection:
         url = path if path.startswith("https:") else f"{self._url}{path}?api-version={_API_VERSION}"
         if not url.startswith(f"{self._url}/"):
             raise KmsResponseInvalidError("its next page is at another address")
-        token = self._token
-        if token is None or token.expires_on < time.time() + _LEAST_TOKEN_SECONDS:
-            token = self._another(token, deadline)
-        answer = self._send(url, deadline, token, content)
+        token = self._valid_token(deadline)
+        answer = self._send(url, deadline, token, content, method)
         if answer.status == 401:
             token = self._another(token, deadline)
-            answer = self._send(url, deadline, token, content)
+            answer = self._send(url, deadline, token, content, method)
             if answer.status == 401:
                 self._failure = self._clock(), _meaning(answer)
         if answer.status == 200 and isinstance(found := _json(answer), dict):
             return found
         raise _meaning(answer).error(retry_after_seconds(answer.headers.get("Retry-After")))
 
-    def _send(self, url: str, deadline: float, token: AccessToken | None = None, content: object = None) -> Answer:
+    def _valid_token(self, deadline: float) -> AccessToken:
+        token = self._token
+        if token is None or token.expires_on < time.time() + _LEAST_TOKEN_SECONDS:
+            token = self._another(token, deadline)
+        return token
+
+    def caller(self, deadline: float) -> str:
+        """Return whom Entra ID issued the access token to; empty if the token does not show it."""
+        parts = self._valid_token(deadline).token.split(".")
+        try:
+            claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+            found = [claims.get(name) for name in ("upn", "appid", "oid", "tid")]
+        except (AttributeError, IndexError, ValueError):
+            return ""
+        return " ".join(filter(str.isprintable, (text for text in found if isinstance(text, str))))[:300]
+
+    def _send(
+        self,
+        url: str,
+        deadline: float,
+        token: AccessToken | None = None,
+        content: object = None,
+        method: str = "",
+    ) -> Answer:
         headers = {} if token is None else {"Authorization": f"Bearer {token.token}"}
-        method = "GET" if content is None else "POST"
+        method = method or ("GET" if content is None else "POST")
         return send(self.session, method, url, deadline, self._clock, headers=headers, json=content)
 
     def _another(self, held: AccessToken | None, deadline: float) -> AccessToken:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,11 @@ from google.cloud.kms_v1.types import (
     CryptoKey,
     CryptoKeyVersion,
     DecryptRequest,
+    DestroyCryptoKeyVersionRequest,
     EncryptRequest,
     GetCryptoKeyRequest,
     ListCryptoKeyVersionsRequest,
+    RestoreCryptoKeyVersionRequest,
 )
 
 from parquet_keytools import strict_base64
@@ -33,9 +35,17 @@ from parquet_keytools.errors import (
     KmsConfigurationError,
     KmsError,
     KmsResponseInvalidError,
+    MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.client import KmsSettings, MasterKeyDescription, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.client import (
+    CallerIdentity,
+    KeyDeletion,
+    KmsSettings,
+    MasterKeyDescription,
+    UnwrapRequest,
+    WrapRequest,
+)
 from parquet_keytools.kms.gcp.connection import (
     KEY_RING,
     NAME,
@@ -56,6 +66,7 @@ _CRYPTO_KEY_VERSION = re.compile(rf"({_CRYPTO_KEY.pattern})/cryptoKeyVersions/([
 _SHORT_NAME = re.compile(NAME)
 _FORM = "projects/PROJECT/locations/LOCATION/keyRings/KEY_RING/cryptoKeys/KEY"
 
+_STATES = CryptoKeyVersion.CryptoKeyVersionState
 _ENABLED = CryptoKeyVersion.CryptoKeyVersionState.ENABLED
 _ENCRYPT_DECRYPT = CryptoKey.CryptoKeyPurpose.ENCRYPT_DECRYPT
 
@@ -205,6 +216,64 @@ class GcpKms(RemoteKmsClient):
         name = self._key_name(master_key_id)
         versions = self._versions(self._operation("describe"), name, master_key_id)
         return {number: version.create_time.astimezone(UTC) for number, version in versions if version.create_time}
+
+    def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
+        self._change_versions(
+            "delete",
+            master_key_id,
+            "destroy_crypto_key_version",
+            lambda name: DestroyCryptoKeyVersionRequest(name=name),
+            lambda state: state not in (_STATES.DESTROYED, _STATES.DESTROY_SCHEDULED),
+        )
+        return self._key_deletion_state(master_key_id)
+
+    def _cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
+        self._change_versions(
+            "cancel_deletion",
+            master_key_id,
+            "restore_crypto_key_version",
+            lambda name: RestoreCryptoKeyVersionRequest(name=name),
+            lambda state: state == _STATES.DESTROY_SCHEDULED,
+        )
+        return self._key_deletion_state(master_key_id)
+
+    def _change_versions(
+        self,
+        operation_name: str,
+        master_key_id: str,
+        method: str,
+        request_for: Callable[[str], Any],
+        is_concerned: Callable[[Any], bool],
+    ) -> None:
+        """Send a request for each version in some states; a repeated call continues with the others."""
+        operation = self._operation(operation_name)
+        for _, version in list(self._versions(operation, self._key_name(master_key_id), master_key_id)):
+            if is_concerned(version.state):
+                request = request_for(version.name)
+                operation.call(master_key_id, partial(self._connections.get().call, method, request))
+
+    def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        name = self._key_name(master_key_id)
+        try:
+            versions = dict(self._versions(self._operation("describe"), name, master_key_id))
+        except MasterKeyNotFoundError:
+            return KeyDeletion(name, "deleted")
+        states = {version.state for version in versions.values()}
+        words = {number: version.state.name for number, version in versions.items()}
+        if states <= {_STATES.DESTROYED}:
+            return KeyDeletion(name, "deleted", words)
+        if states <= {_STATES.DESTROYED, _STATES.DESTROY_SCHEDULED}:
+            # The last version to go; the times of the others are in the KMS.
+            times = [v.destroy_time.astimezone(UTC) for v in versions.values() if v.destroy_time]
+            return KeyDeletion(name, "scheduled", words, max(times, default=None))
+        return KeyDeletion(name, "usable" if _ENABLED in states else "disabled", words)
+
+    def _caller_identity(self) -> CallerIdentity:
+        self._authenticated("identify")
+        tokens = self._last_connection.tokens if self._last_connection is not None else None
+        if tokens is None or not tokens.email:
+            return super()._caller_identity()
+        return CallerIdentity(tokens.email, "the credentials of Google Cloud; Cloud KMS has no such call")
 
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         return kms_error(error, operation) or super()._translate(error, operation, master_key_id)

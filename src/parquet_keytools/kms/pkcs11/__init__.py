@@ -18,6 +18,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,7 +36,14 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
     without_frames,
 )
-from parquet_keytools.kms.client import MasterKeyDescription, R, UnwrapRequest, WrapRequest, checked_key
+from parquet_keytools.kms.client import (
+    KeyDeletion,
+    MasterKeyDescription,
+    R,
+    UnwrapRequest,
+    WrapRequest,
+    checked_key,
+)
 from parquet_keytools.kms.pkcs11.token import Pkcs11Settings, Token, check_present, errors_named, meaning
 from parquet_keytools.kms.remote_client import RemoteKmsClient
 from parquet_keytools.secret_bytes import SecretBytes
@@ -205,6 +213,24 @@ class Pkcs11Kms(RemoteKmsClient):
 
     def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
         self.create_key(master_key_id)
+
+    def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
+        versions: dict[int, KeyVersion] = {}
+        with suppress(MasterKeyNotFoundError), self._session("update", master_key_id) as session:
+            versions = _versions(session, master_key_id)
+            for version in versions.values():
+                version.key.destroy()
+        deleted = dict.fromkeys(map(str, versions), "deleted")
+        return replace(self._key_deletion_state(master_key_id), versions=deleted)
+
+    def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        try:
+            with self._session("describe", master_key_id) as session:
+                versions = _versions(session, master_key_id)
+        except MasterKeyNotFoundError:
+            return KeyDeletion(master_key_id, "deleted")
+        words = {str(v.version): "enabled" if v.may("unwrap") else "disabled" for v in versions.values()}
+        return KeyDeletion(master_key_id, "usable" if "enabled" in words.values() else "disabled", words)
 
     def _in_sessions(
         self, name: str, requests: Sequence[R], use: Callable[[pkcs11.Session, dict[int, KeyVersion], R], T]

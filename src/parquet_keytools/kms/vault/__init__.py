@@ -10,7 +10,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,8 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.client import (
     KEY_LENGTHS_BYTES,
+    CallerIdentity,
+    KeyDeletion,
     MasterKeyDescription,
     R,
     RewrapRequest,
@@ -155,6 +157,39 @@ class VaultKms(RemoteKmsClient):
             raise _NO_KEY_NAME.error()
         read = partial(self._read_key, master_key_id)
         return self._operation("describe").call(master_key_id, read).created
+
+    def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
+        found = self._key_deletion_state(master_key_id)
+        if found.state == "deleted":
+            return found
+        path = f"/v1/{self.settings.mount_point}/keys/{master_key_id}"
+
+        def delete(seconds: float) -> None:
+            # The permission to configure a key is apart from the permission to delete it.
+            self._request("POST", f"{path}/config", seconds, {"deletion_allowed": True})
+            self._request("DELETE", path, seconds)
+
+        # A lost answer is no failure: the state decides.
+        with contextlib.suppress(MasterKeyNotFoundError):
+            self._operation("delete").call(master_key_id, delete)
+        return replace(self._key_deletion_state(master_key_id), versions=dict.fromkeys(found.versions, "deleted"))
+
+    def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        if not _is_key_name(master_key_id):
+            raise _NO_KEY_NAME.error()
+        try:
+            key = self._operation("describe").call(master_key_id, partial(self._read_key, master_key_id))
+        except MasterKeyNotFoundError:
+            return KeyDeletion(master_key_id, "deleted")
+        versions = {
+            str(number): "enabled" if number >= key.min_decryption_version else "disabled"
+            for number in range(1, key.latest_version + 1)
+        }
+        return KeyDeletion(master_key_id, "disabled" if key.soft_deleted else "usable", versions)
+
+    def _caller_identity(self) -> CallerIdentity:
+        self._operation("identify").call(None, partial(self._request, "GET", "/v1/auth/token/lookup-self"))
+        return CallerIdentity(self._principal(), "auth/token/lookup-self")
 
     def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
         if isinstance(error, VaultRefusal):
