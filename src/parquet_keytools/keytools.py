@@ -19,6 +19,7 @@ from parquet_keytools.conformance.file_keys import TableFiles
 from parquet_keytools.conformance.file_list import ListKeeper, Lists, updated_list
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
+from parquet_keytools.erasure.key_erasure import Erasure
 from parquet_keytools.errors import ConfigurationError, KmsResponseInvalidError, value_or_raise
 from parquet_keytools.files import conversion
 from parquet_keytools.files.denied_columns import SECRET_LENGTH_BITS, unwrapped_secret
@@ -1420,6 +1421,28 @@ class Keytools(Summarised):
         for file in self.key_inventory(path, table_name=table_name, aad_prefix=aad_prefix, filesystem=filesystem):
             if file.depends_on(wanted, version, same) is not False:
                 yield file
+
+    def erasure(
+        self,
+        path: PathLike | FileLocation,
+        where: Mapping[str, str],
+        *,
+        table_name: str | None = None,
+        filesystem: Any = None,
+    ) -> Erasure:
+        """Prepare the erasure of one value of a key template, by the end of its master keys.
+
+        Args:
+            path: A path or URI of the data set.
+            where: The placeholder and its value, such as `{"tenant": "acme"}`.
+            table_name: The table of the files; None if there is only one.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+
+        Raises:
+            ConfigurationError: No key of the table has this placeholder, its pattern refuses the value, or the
+                value would name another key.
+        """
+        return Erasure(self._keys, FileLocation.resolve(path, filesystem), where, table_name)
 
     # --- secrets of the digests that `denied_columns: hash` shows ---
 

@@ -56,17 +56,16 @@ LAYERS: dict[str, set[str]] = {
     # encrypted tables of Iceberg; its keys and its streams know no Parquet
     "iceberg": GROUND
     | {"format", "storage", "encryption", "kms", "keys", "config", "files", "conformance", "tables", "view"},
+    # the end of the master keys of one value; rows removed from files
+    "erasure": GROUND
+    | {"format", "storage", "encryption", "kms", "keys", "config", "files", "conformance", "view", "rotation"},
     # Spark's own reader and writer, pipelines over data sets, and KEKs of Iceberg for its Java library
     "spark": GROUND
     | {"storage", "encryption", "kms", "keys", "config", "files", "conformance", "rotation", "iceberg"},
     # the facade
     "keytools": GROUND
     | {"storage", "kms", "keys", "config", "files", "tables", "conformance", "rotation", "spark", "view"}
-    | {"iceberg", "scan"},
-    # rows removed from files
-    "erasure": GROUND
-    | {"format", "storage", "encryption", "keys", "config", "files", "conformance", "view", "rotation"}
-    | {"keytools"},
+    | {"iceberg", "scan", "erasure"},
     # what an auditor asks, answered with the inventory and the verification
     "protection_report": GROUND | {"storage", "kms", "files", "conformance", "rotation", "keytools"},
     # what fsspec finds by the entry point

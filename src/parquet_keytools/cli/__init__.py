@@ -22,7 +22,7 @@ from parquet_keytools import __version__
 from parquet_keytools.cli import (
     check,
     convert,
-    erase_rows,
+    erase,
     iceberg,
     keys,
     keystore,
@@ -192,13 +192,13 @@ app.command("encrypt")(convert.encrypt_command)
 app.command("decrypt")(convert.decrypt_command)
 app.command("rekey")(convert.rekey_command)
 app.command("rotate")(rotate.rotate_command)
-app.command("erase")(erase_rows.erase_command)
 app.command("keys")(keys.keys_command)
 app.command("hash-key")(keys.hash_key_command)
 app.command("inspect")(check.inspect_command)
 app.command("verify")(check.verify_command)
 app.command("report")(report.report_command)
 app.command("scan")(scan.scan_command)
+app.command("erase")(erase.erase_command)
 app.command("serve", short_help="Serve files as plain Parquet over HTTP and S3.")(serve.serve_command)
 app.command("mount", short_help="Mount files as a folder of plain Parquet files.")(serve.mount_command)
 app.add_typer(keystore.app, name="keystore", epilog=EXIT_STATUS)

@@ -435,6 +435,7 @@ def status_of(error: Exception) -> ExitStatus:
             | errors.DecryptionError()
             | errors.TableMismatchError()
             | errors.FileListError()
+            | errors.ErasureRefusedError()
         ):
             return ExitStatus.NO
         case errors.IncompleteDataSetError() | errors.ReusedKeysError() | errors.WorkerProcessEndedError():

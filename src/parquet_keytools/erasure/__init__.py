@@ -1,1 +1,1 @@
-"""Erasure of rows: files rewritten without them."""
+"""Erasure: of the master keys of one value, such as one tenant, and of rows in files."""

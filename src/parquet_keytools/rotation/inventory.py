@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from typing import Literal
 
 from parquet_keytools import audit
@@ -88,6 +89,8 @@ class FileKeyUses(Summarised):
             `IncompleteDataSetError` if readers of data sets skip the file because of its name.
         plaintext_columns: Dotted paths of the columns that are not encrypted, as far as they can be seen.
         footer_key_columns: Dotted paths of the columns under the key of the footer, as far as they can be seen.
+        size_bytes: Length of the file; None if it could not be read.
+        footer_sha256: SHA-256, in hexadecimal, of the bytes from the footer's start to the end of the file.
     """
 
     path: str
@@ -96,6 +99,8 @@ class FileKeyUses(Summarised):
     unknown: KeytoolsError | OSError | None = None
     plaintext_columns: tuple[str, ...] = ()
     footer_key_columns: tuple[str, ...] = ()
+    size_bytes: int | None = None
+    footer_sha256: str | None = None
 
     def summary(self) -> Mapping[str, object]:
         """Return the main facts."""
@@ -145,8 +150,16 @@ class Inventory:
         self._aad_prefix_of = aad_prefix_of
         self._unavailable: KmsUnavailableError | None = None
 
-    def list(self, path: FileLocation, *, ignore_skipped: bool = False) -> Iterator[FileKeyUses]:
+    def list(
+        self, path: FileLocation, *, ignore_skipped: bool = False, proves_columns: bool = True
+    ) -> Iterator[FileKeyUses]:
         """Yield the keys of a file, or of each Parquet file under a folder; see `Keytools.key_inventory`.
+
+        Args:
+            path: The file or folder.
+            ignore_skipped: See `Keytools.key_inventory`.
+            proves_columns: Whether the keys of columns are unwrapped and proven. Otherwise, they are as the
+                authentic footer names them.
 
         Raises:
             FileNotFoundError: The file or folder does not exist.
@@ -157,22 +170,32 @@ class Inventory:
         entries = data_set(path, into_passed_over=not ignore_skipped)
         locations = files_of(entries, unseen.append, (lambda _: None) if ignore_skipped else left_out.append)
         with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-inventory") as pool:
-            while works := read_batch(pool, locations, self._data_keys, self._kms):
-                read = list(step(pool, self._expect_prefix, [work for work in works if work.failure is None]))
-                with audit.about(path):
-                    footer_keys = self._unwrap(
-                        held for work in read if (held := work.read_keys.footer_key) is not None
-                    )
-                opened = list(step(pool, partial(self._open, unwrapped=footer_keys), read))
+            for works in self._batches(pool, path, locations, proves_columns=proves_columns):
+                yield from works
+                yield from _others(pool, unseen, left_out)
+            yield from _others(pool, unseen, left_out)
+
+    def of(self, path: FileLocation, locations: Iterator[FileLocation]) -> Iterator[FileKeyUses]:
+        """Yield the keys of files of a data set in their order, without a proof of the keys of columns."""
+        with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-inventory") as pool:
+            for works in self._batches(pool, path, locations, proves_columns=False):
+                yield from works
+
+    def _batches(
+        self, pool: Executor, path: FileLocation, locations: Iterator[FileLocation], *, proves_columns: bool
+    ) -> Iterator[Iterator[FileKeyUses]]:
+        while works := read_batch(pool, locations, self._data_keys, self._kms):
+            read = list(step(pool, self._expect_prefix, [work for work in works if work.failure is None]))
+            with audit.about(path):
+                footer_keys = self._unwrap(
+                    held for work in read if (held := work.read_keys.footer_key) is not None
+                )
+            opened = list(step(pool, partial(self._open, unwrapped=footer_keys), read))
+            if proves_columns:
                 with audit.about(path):
                     column_keys = self._unwrap(held for work in opened for _, held in work.read_keys.column_keys())
                 list(step(pool, partial(self._prove, unwrapped=column_keys), opened))
-                for work in works:
-                    yield self._listed(work)
-                    # Parsed footers take much memory.
-                    work.keys = None
-                yield from _others(pool, unseen, left_out)
-            yield from _others(pool, unseen, left_out)
+            yield map(self._listed, works)
 
     def _unwrap(self, wanted: Iterable[FileKey]) -> Unwrapped | None:
         """Unwrap keys; after the KMS could not be reached, call it no more."""
@@ -203,6 +226,8 @@ class Inventory:
         failure = None if work.failure is None else without_frames(work.failure)
         if keys is None:
             return FileKeyUses(path, failure is not None, (), failure)
+        # Parsed footers take much memory.
+        work.keys = None
         columns = _shown_columns(keys)
         uses = tuple(self._uses(keys, columns)) if keys.is_encrypted else ()
         under: dict[ColumnEncryption, list[str]] = {kind: [] for kind in ColumnEncryption}
@@ -217,6 +242,8 @@ class Inventory:
             failure,
             tuple(under[ColumnEncryption.PLAINTEXT]),
             tuple(under[ColumnEncryption.FOOTER_KEY]),
+            keys.tail.size_bytes,
+            sha256(keys.tail.data).hexdigest(),
         )
 
     def _uses(self, keys: FileKeys, columns: Iterable[FooterColumn]) -> Iterator[UsedKey]:

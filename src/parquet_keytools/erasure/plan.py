@@ -1,0 +1,416 @@
+"""Which files and columns are under the master keys of a value, and what speaks against deleting these keys.
+
+Authentic footers name the keys, so the inventory unwraps nothing with them, and is the same after the deletion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from parquet_keytools.config.key_policy import configured_master_key_ids, keys_of_value, resolve_columns
+from parquet_keytools.config.key_values import is_value, placeholders, value_in, values_in_folders
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KmsUnavailableError,
+    MasterKeyDisabledError,
+    MasterKeyNotFoundError,
+)
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.kms.client import KeyDeletion, UnwrapRequest
+from parquet_keytools.rotation.inventory import FileKeyUses, Inventory, UsedKey
+from parquet_keytools.rotation.rewrapper import SameMasterKey, same_master_key
+from parquet_keytools.rotation.rotate import prefix_of
+from parquet_keytools.runtime.presentation import escaped_path, printable
+from parquet_keytools.storage.locations import FileLocation
+
+GONE = (MasterKeyNotFoundError, MasterKeyDisabledError)
+"""What a KMS answers that has no such master key, or has disabled it or scheduled its deletion."""
+
+FOOTER = "(footer)"
+HIDDEN = "(a column whose name is hidden)"
+
+
+@dataclass(frozen=True)
+class ErasedKey:
+    """A master key of the value.
+
+    Attributes:
+        template: Its name in the configuration, with the placeholder.
+        master_key_id: Its identifier, as files and the configuration have it.
+        deletion: Its state in the KMS.
+    """
+
+    template: str
+    master_key_id: str
+    deletion: KeyDeletion
+
+
+@dataclass(frozen=True)
+class ErasedColumn:
+    """A column, or the footer, under a master key of the value.
+
+    Attributes:
+        column: Its dotted path; `(footer)` for the footer.
+        master_key_id: Identifier of the master key.
+        key_version: The version that wraps its key; None if the wrapped key does not show it.
+    """
+
+    column: str
+    master_key_id: str
+    key_version: str | None
+
+
+@dataclass(frozen=True)
+class ErasedFile:
+    """A file with columns under a master key of the value.
+
+    Attributes:
+        path: The file.
+        version_id: Of an older version in a versioned bucket; None for the file as it is.
+        size_bytes: Its length.
+        footer_sha256: SHA-256, in hexadecimal, of the bytes from the footer's start to the end of the file.
+        footer_authenticated: Whether the footer was authenticated: not if it is under a key that is gone.
+        columns: What is under these master keys.
+    """
+
+    path: str
+    version_id: str | None
+    size_bytes: int
+    footer_sha256: str
+    footer_authenticated: bool
+    columns: tuple[ErasedColumn, ...]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that forbids the deletion, or that it does not reach.
+
+    Attributes:
+        text: What.
+        examples: Files, columns or keys that it is about.
+    """
+
+    text: str
+    examples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the end of the master keys of a value erases.
+
+    Attributes:
+        table: Name of the table.
+        placeholder: The placeholder, such as `tenant`.
+        value: Its value.
+        paths: What was examined.
+        keys: The master keys.
+        files: The files with columns under them.
+        problems: What forbids the deletion: it would lose other data, or leave data of the value readable.
+        not_reached: What the deletion does not reach.
+        wrapped_keys: The distinct wrapped keys of these columns.
+    """
+
+    table: str
+    placeholder: str
+    value: str
+    paths: tuple[str, ...]
+    keys: tuple[ErasedKey, ...]
+    files: tuple[ErasedFile, ...]
+    problems: tuple[Note, ...]
+    not_reached: tuple[Note, ...]
+    wrapped_keys: tuple[UnwrapRequest, ...] = field(repr=False)
+
+
+class KeysOfValue:
+    """The master keys of one value of a placeholder in the names of a table's keys.
+
+    Raises:
+        ConfigurationError: No key of the table has this placeholder, its pattern refuses the value, or the value
+            would name another key.
+    """
+
+    def __init__(self, keys: KeyService, where: Mapping[str, str], table_name: str | None) -> None:
+        if len(where) != 1:
+            raise ConfigurationError("an erasure is for one value, such as tenant=acme.")
+        ((self.placeholder, self.value),) = where.items()
+        self.configuration = keys.configuration
+        self.table_name, self.table = self.configuration.select_table(table_name)
+        found = keys_of_value(self.configuration, self.table_name, where)
+        if keys.kms is None or not found:
+            raise ConfigurationError(
+                f"no key of the table {self.table_name!r} has the placeholder {{{self.placeholder}}}.",
+                hint="Only data with keys of its own can be erased by the end of these keys.",
+            )
+        self.kms = keys.kms
+        self.ids = {template: reference.master_key_id for template, reference in found.items()}
+        self.same: SameMasterKey = same_master_key(self.kms)
+
+    def states(self) -> tuple[ErasedKey, ...]:
+        """Return the master keys with their states; keys that the KMS does not have only if it has none."""
+        found = tuple(ErasedKey(t, key, self.kms.key_deletion_state(key)) for t, key in self.ids.items())
+        return tuple(key for key in found if key.deletion.state != "deleted") or found
+
+    def of(self, uses: Iterable[UsedKey]) -> list[UsedKey]:
+        """Return the keys of a file that are under these master keys."""
+        return [use for use in uses if use.master_key_id is not None and self._is_one(use.master_key_id)]
+
+    def _is_one(self, master_key_id: str) -> bool:
+        if master_key_id in self.ids.values():
+            return True
+        answers = [self.same(master_key_id, own) for own in self.ids.values()]
+        # An alias that the KMS does not resolve may name one of them; `cannot_compare` reports it.
+        return True in answers
+
+    def cannot_compare(self, master_key_id: str) -> bool:
+        """Return whether the KMS does not say whether an identifier means one of these master keys."""
+        return not self._is_one(master_key_id) and None in [self.same(master_key_id, o) for o in self.ids.values()]
+
+    def other_values(self, uses: Iterable[UsedKey]) -> set[str]:
+        """Return the other values whose master keys, by these templates, a file names."""
+        fixed = configured_master_key_ids(self.configuration)
+        pattern = self.table.key_values[self.placeholder].pattern
+        ids = {use.master_key_id for use in uses if use.master_key_id is not None} - fixed
+        found = (value_in(self.configuration.master_key_id(template), key) for template in self.ids for key in ids)
+        return {value for value in found if value is not None and is_value(pattern, value)} - {self.value}
+
+    def conflicts(self) -> Iterator[Note]:
+        """Yield why the configuration may use one of these master keys for other data."""
+        own = set(self.ids.values())
+        for literal in sorted(configured_master_key_ids(self.configuration)):
+            if self._is_one(literal):
+                yield Note(f"the configuration also names {literal!r}, which is the same master key")
+            elif self.cannot_compare(literal):
+                yield Note(f"the KMS does not say whether {literal!r} is the same master key")
+        for name, table in self.configuration.tables.items():
+            for template in dict.fromkeys(template for _, template in table.key_names()):
+                if not placeholders(template) or self._is_shared(name, template):
+                    continue
+                (placeholder,) = placeholders(template)
+                pattern = table.key_values[placeholder].pattern
+                values = [value_in(self.configuration.master_key_id(template), key) for key in own]
+                if any(value is not None and is_value(pattern, value) for value in values):
+                    yield Note(f"the key {template!r} of table {name!r} can mean the same master key")
+
+    def _is_shared(self, table_name: str, template: str) -> bool:
+        return template in self.ids and placeholders(template) == [self.placeholder]
+
+    def sharing_tables(self) -> list[str]:
+        """Return the other tables with the same templates: their data of the value is erased, too."""
+        return [
+            name
+            for name, table in self.configuration.tables.items()
+            if name != self.table_name and any(self._is_shared(name, t) for _, t in table.key_names())
+        ]
+
+
+class _Notes:
+    """Notes in the making: equal texts are one."""
+
+    def __init__(self) -> None:
+        self._examples: dict[str, dict[str, None]] = {}
+
+    def add(self, text: str, *examples: str) -> None:
+        self._examples.setdefault(text, {}).update(dict.fromkeys(examples))
+
+    def all(self) -> Iterator[Note]:
+        return (Note(text, tuple(examples)) for text, examples in self._examples.items())
+
+
+OnFile = Callable[[object], None]
+
+
+def make_plan(
+    service: KeyService,
+    keys: KeysOfValue,
+    location: FileLocation,
+    *,
+    ignore_skipped: bool = False,
+    on_file: OnFile = lambda _: None,
+) -> Plan:
+    """Examine a file, or the files of a folder, and older versions of them in a versioned bucket of S3.
+
+    Raises:
+        FileNotFoundError: The file or folder does not exist.
+        NoParquetFilesError: The folder has no Parquet files.
+        KmsError: The state of a master key is unknown.
+    """
+    planner = _Planner(service, keys, location)
+    planner.look(ignore_skipped=ignore_skipped, on_file=on_file)
+    return planner.plan()
+
+
+class _Planner:
+    def __init__(self, service: KeyService, keys: KeysOfValue, location: FileLocation) -> None:
+        self._keys = keys
+        self._location = location
+        self._states = keys.states()
+        self._inventory = Inventory(service, prefix_of(service, keys.table_name, None))
+        self._problems, self._not_reached = _Notes(), _Notes()
+        self._files: list[ErasedFile] = []
+        self._wrapped: dict[UnwrapRequest, None] = {}
+        for conflict in keys.conflicts() if not self._is_gone else ():
+            self._problems.add(conflict.text)
+
+    @property
+    def _is_gone(self) -> bool:
+        return all(key.deletion.is_gone for key in self._states)
+
+    def look(self, *, ignore_skipped: bool, on_file: OnFile) -> None:
+        """Examine all files."""
+        for file in self._inventory.list(self._location, ignore_skipped=ignore_skipped, proves_columns=False):
+            self._add(file)
+            on_file(file)
+        if self._location.is_in_s3:
+            self._look_at_versions(on_file)
+
+    def _look_at_versions(self, on_file: OnFile) -> None:
+        from parquet_keytools.storage.s3_versions import OlderVersion, older_versions
+
+        pending: list[OlderVersion] = []
+
+        def locations() -> Iterator[FileLocation]:
+            for version in older_versions(self._location):
+                pending.append(version)
+                yield version.location
+
+        try:
+            for file in self._inventory.of(self._location, locations()):
+                version = pending.pop(0)
+                self._add_version(file, version.path, version.version_id)
+                on_file(file)
+        except OSError as error:
+            self._not_reached.add(f"older versions of objects in the bucket, which could not be read: {error}")
+
+    def _add(self, file: FileKeyUses) -> None:
+        keys, problems = self._keys, self._problems
+        path = escaped_path(file.path)
+        folders = values_in_folders(file.path, keys.placeholder)
+        under = keys.of(file.uses)
+        if file.unknown is not None and not self._is_expected(file, under):
+            if isinstance(file.unknown, KmsUnavailableError):
+                raise file.unknown
+            text = f"which keys some files need is unknown: {type(file.unknown).__name__}"
+            problems.add(text, f"{path}: {str(file.unknown).removeprefix(f'{file.path}: ')}")
+            return
+        for use in file.uses if not self._is_gone else ():
+            if use.master_key_id is not None and keys.cannot_compare(use.master_key_id):
+                problems.add(f"the KMS does not say whether {use.master_key_id!r} is the same master key", path)
+        if under and folders - {keys.value}:
+            problems.add(f"files of another {keys.placeholder} are under the same master key", path)
+        if (under or folders == {keys.value}) and keys.other_values(file.uses):
+            problems.add(f"files have columns under the keys of more than one {keys.placeholder}", path)
+        if under or folders == {keys.value}:
+            self._check_columns(file, under, path)
+        elif not file.is_encrypted and not folders:
+            self._not_reached.add(f"plaintext files, which show no {keys.placeholder}", path)
+        if under:
+            self._add_erased(file, under, path, None)
+
+    def _add_version(self, file: FileKeyUses, path: str, version_id: str) -> None:
+        keys, name = self._keys, f"{escaped_path(path)} (version {version_id})"
+        folders, under = values_in_folders(path, keys.placeholder), keys.of(file.uses)
+        if under and folders - {keys.value}:
+            self._problems.add(
+                f"older versions of files of another {keys.placeholder} are under the same key", name
+            )
+        if file.unknown is not None and not self._is_expected(file, under):
+            if path.lower().endswith(".parquet"):
+                self._not_reached.add(
+                    f"older versions whose keys are unknown: {type(file.unknown).__name__}", name
+                )
+        elif under:
+            self._add_erased(file, under, escaped_path(path), version_id)
+        elif folders == {keys.value}:
+            self._not_reached.add("older versions that are under other keys, or in plaintext", name)
+
+    def _is_expected(self, file: FileKeyUses, under: Sequence[UsedKey]) -> bool:
+        """Return whether a footer is unreadable only because its master key, one of these, is gone already."""
+        return self._is_gone and isinstance(file.unknown, GONE) and any(use.is_footer for use in under)
+
+    def _check_columns(self, file: FileKeyUses, under: Sequence[UsedKey], path: str) -> None:
+        """Look for columns that the table has under these keys, and the file has not."""
+        keys, templates = self._keys, self._keys.ids
+        covered = {use.column for use in under}
+        if any(use.is_footer for use in under):
+            covered |= set(file.footer_key_columns)
+        elif file.is_encrypted and keys.table.footer_key in templates:
+            self._problems.add(f"the footers of files of this {keys.placeholder} are under another key", path)
+        names = [use.column for use in file.uses if use.column is not None]
+        leaves = [tuple(name.split(".")) for name in (*names, *file.plaintext_columns, *file.footer_key_columns)]
+        chosen = resolve_columns(
+            keys.configuration, keys.table_name, leaves, for_reading=True, may_be_undecided=True
+        )
+        for leaf, choice in chosen.items():
+            name = ".".join(leaf)
+            if choice.key_name in templates and name not in covered:
+                text = f"column {printable(name)} of this {keys.placeholder} is not under its key in some files"
+                self._problems.add(text, path)
+        for name in file.plaintext_columns:
+            self._not_reached.add("plaintext columns", printable(name))
+        if not any(use.is_footer for use in under):
+            for name in file.footer_key_columns:
+                self._not_reached.add("columns under the key of the footer", printable(name))
+        for use in file.uses:
+            if use not in under and use.column is not None:
+                self._not_reached.add("columns under other keys", printable(use.column))
+
+    def _add_erased(self, file: FileKeyUses, under: Sequence[UsedKey], path: str, version_id: str | None) -> None:
+        columns = [
+            ErasedColumn(
+                FOOTER if use.is_footer else HIDDEN if use.column is None else use.column,
+                str(use.master_key_id),
+                use.version,
+            )
+            for use in under
+        ]
+        for use in under:
+            if use.is_footer:
+                columns += [ErasedColumn(n, str(use.master_key_id), use.version) for n in file.footer_key_columns]
+            if use.wrapped_key is not None and use.master_key_id is not None:
+                self._wrapped[UnwrapRequest(use.wrapped_key, use.master_key_id)] = None
+        assert file.size_bytes is not None and file.footer_sha256 is not None
+        authenticated = file.unknown is None
+        self._files.append(
+            ErasedFile(path, version_id, file.size_bytes, file.footer_sha256, authenticated, tuple(columns))
+        )
+
+    def plan(self) -> Plan:
+        """Return what was found."""
+        keys = self._keys
+        if not self._files and all(key.deletion.state == "deleted" for key in self._states):
+            raise ConfigurationError(
+                f"the KMS has no master key {next(iter(keys.ids.values()))!r}, and no file here is under it.",
+                hint=f"Check the value of {keys.placeholder}, the path and the KMS.",
+            )
+        for name in keys.sharing_tables():
+            self._not_reached.add(
+                "files of other tables under the same keys are erased, too, and not listed", name
+            )
+        for text in _never_reached(keys):
+            self._not_reached.add(text)
+        return Plan(
+            table=keys.table_name,
+            placeholder=keys.placeholder,
+            value=keys.value,
+            paths=_paths_of(self._location),
+            keys=self._states,
+            files=tuple(self._files),
+            problems=tuple(self._problems.all()),
+            not_reached=tuple(self._not_reached.all()),
+            wrapped_keys=tuple(self._wrapped),
+        )
+
+
+def _paths_of(location: FileLocation) -> tuple[str, ...]:
+    return tuple(str(location.below(path)) for path in location.only) or (str(location),)
+
+
+def _never_reached(keys: KeysOfValue) -> Iterator[str]:
+    """Yield what no deletion of a master key reaches."""
+    seconds = max(keys.table.cache_lifetime_seconds, keys.configuration.reading.cache_lifetime_seconds or 0)
+    yield f"names of folders and files, which may show the {keys.placeholder}"
+    yield f"keys that running processes have in memory, for up to {seconds:g} seconds, or as their cache is set"
+    yield "backups of the master key, such as copies of a keystore, of a token, or of the KMS's storage"
+    yield "plaintext copies: exports, caches, query results, logs, and files that were decrypted"
+    yield "snapshots of Iceberg tables, and copies elsewhere, were not listed; copies of listed files are erased"
