@@ -52,7 +52,9 @@ MODULES: dict[str, list[str] | None] = {
     ],
     "parquet_keytools.keytools": ["Keytools"],
     "parquet_keytools.kms.client": [
+        "CallerIdentity",
         "KEY_LENGTHS_BYTES",
+        "KeyDeletion",
         "KmsClient",
         "KmsSettings",
         "MasterKeyDescription",
@@ -76,11 +78,15 @@ MODULES: dict[str, list[str] | None] = {
 }
 
 HOOKS = {
+    "_caller_identity",
+    "_cancel_key_deletion",
     "_describe",
+    "_key_deletion_state",
     "_may_be_of_others",
     "_operation",
     "_principal",
     "_rewrap_many",
+    "_schedule_key_deletion",
     "_translate",
     "_unwrap",
     "_unwrap_many",

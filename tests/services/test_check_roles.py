@@ -27,7 +27,8 @@ def documented_policies() -> dict[str, dict[str, list[str]]]:
     blocks = re.findall(r"```hcl\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     return {
         role: {path: [capability] for path, capability in RULE.findall(block)}
-        for role, block in zip(("writer", "reader", "rotator"), blocks, strict=True)
+        # `check` has no role of an eraser, whose policy test_erasure.py uses.
+        for role, block in zip(("writer", "reader", "rotator"), blocks[:3], strict=True)
     }
 
 

@@ -116,7 +116,7 @@ def erase_command(
             return
         _show_plan(plan, say)
         _confirm(plan, yes)
-        # Begun now: a certificate that cannot be written must not be noticed after the deletion.
+        # Begun now: it is too late after the deletion to find that a certificate cannot be written.
         pending = None
         if target is not None:
             pending = stack.enter_context(discarded_unless_done(pending_output(target, overwrite=overwrite)))

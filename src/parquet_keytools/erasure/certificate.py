@@ -99,7 +99,7 @@ class Certificate:
         for key in plan.keys:
             yield f"Master key {key.deletion.key} in {self.backends[key.master_key_id]}: {state_text(key)}"
             when = self.requested_at.get(key.master_key_id)
-            yield f"  its deletion was requested at {when}" if when else "  it was deleted before this run"
+            yield f"  its deletion was requested at {when}" if when else "  it was gone before this run"
         columns = sorted({column.column for file in plan.files for column in file.columns})
         yield f"Erased: {len(columns):,} columns in {len(plan.files):,} files and older versions: {_some(columns)}"
         proof = self.proof
@@ -138,9 +138,8 @@ def state_text(key: ErasedKey) -> str:
     if found.state == "scheduled":
         when = f" on {found.deletes_at:%Y-%m-%d %H:%M} UTC" if found.deletes_at else ""
         return f"it unwraps nothing, and the KMS deletes it{when}; until then the deletion can be cancelled"
-    return {"deleted": "deleted, which cannot be cancelled", "disabled": "disabled, not deleted"}.get(
-        found.state, "usable"
-    )
+    texts = {"deleted": "the KMS has no such key, which cannot be cancelled", "disabled": "disabled, not deleted"}
+    return texts.get(found.state, "usable")
 
 
 def _some(names: Any) -> str:

@@ -143,6 +143,7 @@ class KeysOfValue:
                 hint="Only data with keys of its own can be erased by the end of these keys.",
             )
         self.kms = keys.kms
+        self._fixed = configured_master_key_ids(self.configuration)
         self.ids = {template: reference.master_key_id for template, reference in found.items()}
         self.same: SameMasterKey = same_master_key(self.kms)
 
@@ -168,16 +169,15 @@ class KeysOfValue:
 
     def other_values(self, uses: Iterable[UsedKey]) -> set[str]:
         """Return the other values whose master keys, by these templates, a file names."""
-        fixed = configured_master_key_ids(self.configuration)
         pattern = self.table.key_values[self.placeholder].pattern
-        ids = {use.master_key_id for use in uses if use.master_key_id is not None} - fixed
+        ids = {use.master_key_id for use in uses if use.master_key_id is not None} - self._fixed
         found = (value_in(self.configuration.master_key_id(template), key) for template in self.ids for key in ids)
         return {value for value in found if value is not None and is_value(pattern, value)} - {self.value}
 
     def conflicts(self) -> Iterator[Note]:
         """Yield why the configuration may use one of these master keys for other data."""
         own = set(self.ids.values())
-        for literal in sorted(configured_master_key_ids(self.configuration)):
+        for literal in sorted(self._fixed):
             if self._is_one(literal):
                 yield Note(f"the configuration also names {literal!r}, which is the same master key")
             elif self.cannot_compare(literal):
@@ -387,6 +387,10 @@ class _Planner:
             self._not_reached.add(
                 "files of other tables under the same keys are erased, too, and not listed", name
             )
+        for key in self._states:
+            if key.deletion.state == "deleted":
+                text = "the deletion itself: the KMS had no such key before this run; its own log shows who deleted it"
+                self._not_reached.add(text, key.master_key_id)
         for text in _never_reached(keys):
             self._not_reached.add(text)
         return Plan(

@@ -169,6 +169,7 @@ def test_a_repeated_run_gives_the_same_inventory_and_a_certificate(place: Place)
     check_certificate(second, place.folder)
     assert second["files"] == first["files"]
     assert second["keys"][0]["requested_at"] is None and second["proof"]["obtained"]
+    assert any("the deletion itself" in note["text"] for note in second["not_reached"])
     assert json.loads(place.certificate.read_text()) == second
 
 
@@ -197,6 +198,28 @@ def test_footers_under_the_key_of_the_tenant(tmp_path: Path, key_material: str, 
     assert [file["path"] for file in one["files"]] == [file["path"] for file in two["files"]]
     assert one["files"][0]["footer_authenticated"] and not two["files"][0]["footer_authenticated"]
     assert place.read("bolt") == ["b@x"]
+
+
+def test_values_of_arguments_and_two_keys_of_a_tenant(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.keystore.create_key("pay-acme")
+    place.keystore.create_key("pay-bolt")
+    place.table["column_keys"] = {"tenant-{tenant}": ["email"], "pay-{tenant}": ["note"]}
+    place.table["key_values"]["tenant"]["from"] = "argument"
+    with place.tools() as tools:
+        for row, tenant in enumerate(TENANTS):
+            path = place.data / f"{tenant}.parquet"
+            path.parent.mkdir(exist_ok=True)
+            tools.write_table(DATA.slice(row, 1), path, key_values={"tenant": tenant})
+    done = place.erase("--yes", "acme", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    check_certificate(document, place.folder)
+    assert {key["master_key_id"] for key in document["keys"]} == {"prod/acme", "pay-acme"}
+    assert [Path(file["path"]).name for file in document["files"]] == ["acme.parquet"]
+    assert place.keys() == ALL_KEYS - {"prod/acme"} | {"pay-bolt"}
+    with place.tools() as tools:
+        assert tools.read_table(place.data / "bolt.parquet")["note"].to_pylist() == ["q"]
 
 
 # --- refusals ---
