@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -108,7 +108,7 @@ def erase_command(
             plan = erasure.plan(ignore_skipped=ignore_skipped, on_file=progress.count)
         if dry_run or plan.problems:
             if json_wanted():
-                print_json(_plan_document(plan))
+                print_json(plan.to_dict())
             _show_plan(plan, answer)
             if plan.problems:
                 say("Nothing was changed.")
@@ -167,27 +167,11 @@ def _note_text(note: Note) -> str:
     return f"{note.text}: {', '.join(note.examples[:3])}{more}."
 
 
-def _plan_document(plan: Plan) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from parquet_keytools.erasure.certificate import state_document
-
-    return {
-        "table": plan.table,
-        "where": {plan.placeholder: plan.value},
-        "paths": plan.paths,
-        "keys": [state_document(key) for key in plan.keys],
-        "files": [asdict(file) for file in plan.files],
-        "problems": [asdict(note) for note in plan.problems],
-        "not_reached": [asdict(note) for note in plan.not_reached],
-    }
-
-
 def _show_states(keys: Sequence[ErasedKey], *, was_cancelled: bool) -> None:
-    from parquet_keytools.erasure.certificate import state_document, state_text
+    from parquet_keytools.erasure.certificate import state_text
 
     if json_wanted():
-        print_json({"keys": [state_document(key) for key in keys]})
+        print_json({"keys": [key.to_dict() for key in keys]})
     else:
         rows = [(key.deletion.key, key.deletion.state, state_text(key)) for key in keys]
         print_table("Master keys", ["master key", "state", "meaning"], rows)

@@ -63,31 +63,22 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON document."""
-        plan = self.plan
-        document: dict[str, Any] = {
+        document = self.plan.to_dict()
+        del document["problems"]
+        for entry in document["keys"]:
+            key = entry["master_key_id"]
+            entry |= {"kms": self.backends[key], "requested_at": self.requested_at.get(key)}
+        document |= {
             "format": FORMAT,
             "version": VERSION,
-            "table": plan.table,
-            "where": {plan.placeholder: plan.value},
-            "paths": list(plan.paths),
             "started_at": self.started_at,
             "finished_at": self.finished_at,
             "run_by": self.caller._asdict(),
-            "keys": [
-                state_document(key)
-                | {
-                    "kms": self.backends[key.master_key_id],
-                    "requested_at": self.requested_at.get(key.master_key_id),
-                }
-                for key in plan.keys
-            ],
-            "files": [asdict(file) for file in plan.files],
             "proof": {name: value for name, value in asdict(self.proof).items() if name != "unreachable"},
-            "not_reached": [asdict(note) for note in plan.not_reached],
         }
         # As a JSON reader has it, with lists for tuples.
-        document = json.loads(json.dumps(document))
-        return document | {"sha256": hashlib.sha256(canonical(document)).hexdigest()}
+        read: dict[str, Any] = json.loads(canonical(document))
+        return read | {"sha256": hashlib.sha256(canonical(read)).hexdigest()}
 
     def lines(self) -> Iterator[str]:
         """Yield it as text."""
@@ -116,20 +107,6 @@ class Certificate:
 def canonical(document: Mapping[str, Any]) -> bytes:
     """Return the bytes of which `sha256` is the hash."""
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
-
-
-def state_document(key: ErasedKey) -> dict[str, Any]:
-    """Return a master key and its state as JSON."""
-    found = key.deletion
-    return {
-        "template": key.template,
-        "master_key_id": key.master_key_id,
-        "key": found.key,
-        "state": found.state,
-        "versions": dict(found.versions),
-        "deletes_at": None if found.deletes_at is None else found.deletes_at.isoformat(timespec="seconds"),
-        "answer": dict(found.answer),
-    }
 
 
 def state_text(key: ErasedKey) -> str:

@@ -114,7 +114,9 @@ class Erasure:
                 if not deletion.is_gone:
                     failure = KmsResponseInvalidError(f"the master key is {deletion.state} after its deletion")
                     raise failure.about(kms.parts(key.master_key_id)[0].backend, "delete", key.master_key_id)
-                done.append(replace(key, deletion=deletion))
+                # A KMS shows no versions of a key that it does not have any more.
+                versions = deletion.versions or dict.fromkeys(key.deletion.versions, deletion.state)
+                done.append(replace(key, deletion=replace(deletion, versions=versions)))
             proof = self._prove(plan.wrapped_keys)
         return Certificate(
             plan=replace(plan, keys=tuple(done)),

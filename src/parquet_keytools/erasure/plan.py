@@ -6,7 +6,8 @@ Authentic footers name the keys, so the inventory unwraps nothing with them, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from parquet_keytools.config.key_policy import configured_master_key_ids, keys_of_value, resolve_columns
 from parquet_keytools.config.key_values import is_value, placeholders, value_in, values_in_folders
@@ -44,6 +45,13 @@ class ErasedKey:
     template: str
     master_key_id: str
     deletion: KeyDeletion
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as a JSON document."""
+        found = asdict(self.deletion)
+        at = self.deletion.deletes_at
+        found["deletes_at"] = None if at is None else at.isoformat(timespec="seconds")
+        return {"template": self.template, "master_key_id": self.master_key_id, **found}
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,18 @@ class Plan:
     problems: tuple[Note, ...]
     not_reached: tuple[Note, ...]
     wrapped_keys: tuple[UnwrapRequest, ...] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as a JSON document."""
+        return {
+            "table": self.table,
+            "where": {self.placeholder: self.value},
+            "paths": self.paths,
+            "keys": [key.to_dict() for key in self.keys],
+            "files": [asdict(file) for file in self.files],
+            "problems": [asdict(note) for note in self.problems],
+            "not_reached": [asdict(note) for note in self.not_reached],
+        }
 
 
 class KeysOfValue:
@@ -389,7 +409,7 @@ class _Planner:
             )
         for key in self._states:
             if key.deletion.state == "deleted":
-                text = "the deletion itself: the KMS had no such key before this run; its own log shows who deleted it"
+                text = "the deletion itself, which the log of the KMS shows: there was no such key before this run"
                 self._not_reached.add(text, key.master_key_id)
         for text in _never_reached(keys):
             self._not_reached.add(text)

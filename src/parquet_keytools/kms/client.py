@@ -175,6 +175,12 @@ class KeyDeletion:
     deletes_at: datetime | None = None
     answer: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of_versions(cls, key: str, enabled: Mapping[str, bool]) -> KeyDeletion:
+        """Return the state of a master key of a KMS that deletes at once: version -> whether it unwraps."""
+        words = {version: "enabled" if unwraps else "disabled" for version, unwraps in enabled.items()}
+        return cls(key, "deleted" if not words else "usable" if any(enabled.values()) else "disabled", words)
+
     @property
     def is_gone(self) -> bool:
         """Whether it unwraps nothing because of a deletion."""
@@ -779,7 +785,7 @@ class KmsClient(ABC):
         def checked() -> KeyDeletion:
             found: object = hook(master_key_id, *arguments)
             if not isinstance(found, KeyDeletion):
-                raise KmsResponseInvalidError("the answer is no state of a master key")
+                raise KmsResponseInvalidError("the answer is not the state of a master key")
             return found
 
         with self._span(operation, [master_key_id]):

@@ -233,11 +233,8 @@ class InMemoryKms(SingleKeyKmsClient):
 
     def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
         master_key = self._master_keys.get(master_key_id)
-        if master_key is None:
-            return KeyDeletion(master_key_id, "deleted")
-        states = {str(n): "enabled" if v.enabled else "disabled" for n, v in enumerate(master_key.versions, 1)}
-        is_usable = master_key.enabled and "enabled" in states.values()
-        return KeyDeletion(master_key_id, "usable" if is_usable else "disabled", states)
+        versions = [] if master_key is None else [master_key.enabled and v.enabled for v in master_key.versions]
+        return KeyDeletion.of_versions(master_key_id, {str(n): enabled for n, enabled in enumerate(versions, 1)})
 
     def _existing(self, master_key_id: str, operation: str) -> _MasterKey:
         if master_key := self._master_keys.get(master_key_id):

@@ -719,11 +719,9 @@ class KeystoreKms(KmsClient):
 
     def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
         master_key = self._keystore.open().master_keys.get(master_key_id)
-        if master_key is None:
-            return KeyDeletion(master_key_id, "deleted")
-        states = {str(v.version): "enabled" if v.enabled else "disabled" for v in master_key.versions}
-        is_usable = master_key.enabled and "enabled" in states.values()
-        return KeyDeletion(master_key_id, "usable" if is_usable else "disabled", states)
+        versions = () if master_key is None else master_key.versions
+        enabled = {str(v.version): master_key is not None and master_key.enabled and v.enabled for v in versions}
+        return KeyDeletion.of_versions(master_key_id, enabled)
 
     def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         versions = self._keystore.open().master_key(master_key_id).versions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from botocore.exceptions import BotoCoreError, ClientError
@@ -11,6 +11,7 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.format.byte_ranges import RangedFile
 from parquet_keytools.runtime.endings import share_with_arrow
+from parquet_keytools.storage.http_files import HttpHandler
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.s3_connection import can_reach, client_of
 
@@ -61,47 +62,26 @@ def _failure(error: Exception) -> OSError:
     return kind(f"the store refused: {code or type(error).__name__}")
 
 
-class _Version(pafs.FileSystemHandler):  # type: ignore[misc]
-    """A file system with one file: a version of an object."""
+class _Version(HttpHandler):
+    """A file system with one file, a version of an object, which is only read, as files of web servers are."""
 
     def __init__(self, client: Any, version_id: str, size_bytes: int) -> None:
         self._client = client
         self._version_id = version_id
         self._size_bytes = size_bytes
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __ne__(self, other: object) -> bool:
-        return self is not other
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def get_type_name(self) -> str:
         return "s3-version"
-
-    def normalize_path(self, path: str) -> str:
-        return path
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
         return [pafs.FileInfo(path, pafs.FileType.File, size=self._size_bytes) for path in paths]
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         if path.rpartition("/")[2].startswith("_KEY_MATERIAL_FOR_"):
-            raise FileNotFoundError(
-                f"{path}: which version of the key material belongs to this version is unknown"
-            )
+            raise FileNotFoundError(f"{path}: which version of it belongs to the file is unknown")
         return pa.PythonFile(_VersionFile(self._client, path, self._version_id, self._size_bytes), mode="r")
-
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        return self.open_input_file(path)
-
-    def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
-        self._refuse()
-
-    def _refuse(self, *_: Any) -> Never:
-        raise OSError("older versions are only read")
-
-    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
-    move = copy_file = open_output_stream = open_append_stream = _refuse
 
 
 class _VersionFile(RangedFile):

@@ -200,17 +200,14 @@ class AzureKms(RemoteKmsClient):
 
     def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
         operation, name = self._operation("describe"), self._identity(master_key_id)
-        path = f"/deletedkeys/{self._name(master_key_id)}"
-        try:
-            # Listed, for the service does not show a disabled version.
-            versions = self._versions(operation, master_key_id)
-        except (MasterKeyNotFoundError, MasterKeyDisabledError):
-            versions = {}
-        if versions:
-            words = {v: "enabled" if facts.get("enabled") is True else "disabled" for v, facts in versions.items()}
-            return KeyDeletion(name, "usable" if "enabled" in words.values() else "disabled", words)
+        # Listed, for the service does not show a disabled version.
+        with contextlib.suppress(MasterKeyNotFoundError, MasterKeyDisabledError):
+            if versions := self._versions(operation, master_key_id):
+                enabled = {version: facts.get("enabled") is True for version, facts in versions.items()}
+                return KeyDeletion.of_versions(name, enabled)
 
         def read(seconds: float) -> dict[str, Any]:
+            path = f"/deletedkeys/{self._name(master_key_id)}"
             return self._connection.get().request(path, self._time.clock() + seconds)
 
         try:
@@ -219,10 +216,7 @@ class AzureKms(RemoteKmsClient):
             return KeyDeletion(name, "deleted")
         purged, level = deleted.get("scheduledPurgeDate"), (deleted.get("attributes") or {}).get("recoveryLevel")
         at = datetime.fromtimestamp(purged, UTC) if type(purged) is int else None
-        answer = {"scheduledPurgeDate": purged, "recoveryLevel": level}
-        return KeyDeletion(
-            name, "scheduled", deletes_at=at, answer={k: str(v) for k, v in answer.items() if v is not None}
-        )
+        return KeyDeletion(name, "scheduled", deletes_at=at, answer={"recoveryLevel": str(level)})
 
     def _cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
         path = f"/deletedkeys/{self._name(master_key_id)}/recover"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -218,39 +218,23 @@ class GcpKms(RemoteKmsClient):
         return {number: version.create_time.astimezone(UTC) for number, version in versions if version.create_time}
 
     def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
-        self._change_versions(
-            "delete",
-            master_key_id,
-            "destroy_crypto_key_version",
-            lambda name: DestroyCryptoKeyVersionRequest(name=name),
-            lambda state: state not in (_STATES.DESTROYED, _STATES.DESTROY_SCHEDULED),
-        )
-        return self._key_deletion_state(master_key_id)
+        concerned = set(_STATES) - {_STATES.DESTROYED, _STATES.DESTROY_SCHEDULED}
+        return self._change_versions("delete", master_key_id, DestroyCryptoKeyVersionRequest, concerned)
 
     def _cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
-        self._change_versions(
-            "cancel_deletion",
-            master_key_id,
-            "restore_crypto_key_version",
-            lambda name: RestoreCryptoKeyVersionRequest(name=name),
-            lambda state: state == _STATES.DESTROY_SCHEDULED,
-        )
-        return self._key_deletion_state(master_key_id)
+        concerned = {_STATES.DESTROY_SCHEDULED}
+        return self._change_versions("cancel_deletion", master_key_id, RestoreCryptoKeyVersionRequest, concerned)
 
     def _change_versions(
-        self,
-        operation_name: str,
-        master_key_id: str,
-        method: str,
-        request_for: Callable[[str], Any],
-        is_concerned: Callable[[Any], bool],
-    ) -> None:
-        """Send a request for each version in some states; a repeated call continues with the others."""
-        operation = self._operation(operation_name)
+        self, name: str, master_key_id: str, request: Callable[..., Any], states: Collection[Any]
+    ) -> KeyDeletion:
+        """Change each version in some states; a repeated call continues with the others."""
+        operation, verb = self._operation(name), "destroy" if name == "delete" else "restore"
         for _, version in list(self._versions(operation, self._key_name(master_key_id), master_key_id)):
-            if is_concerned(version.state):
-                request = request_for(version.name)
-                operation.call(master_key_id, partial(self._connections.get().call, method, request))
+            if version.state in states:
+                send = partial(self._connections.get().call, f"{verb}_crypto_key_version")
+                operation.call(master_key_id, partial(send, request(name=version.name)))
+        return self._key_deletion_state(master_key_id)
 
     def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
         name = self._key_name(master_key_id)

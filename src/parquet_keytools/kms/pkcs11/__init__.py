@@ -18,7 +18,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -215,22 +214,17 @@ class Pkcs11Kms(RemoteKmsClient):
         self.create_key(master_key_id)
 
     def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
-        versions: dict[int, KeyVersion] = {}
         with suppress(MasterKeyNotFoundError), self._session("update", master_key_id) as session:
-            versions = _versions(session, master_key_id)
-            for version in versions.values():
+            for version in _versions(session, master_key_id).values():
                 version.key.destroy()
-        deleted = dict.fromkeys(map(str, versions), "deleted")
-        return replace(self._key_deletion_state(master_key_id), versions=deleted)
+        return self._key_deletion_state(master_key_id)
 
     def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
-        try:
-            with self._session("describe", master_key_id) as session:
-                versions = _versions(session, master_key_id)
-        except MasterKeyNotFoundError:
-            return KeyDeletion(master_key_id, "deleted")
-        words = {str(v.version): "enabled" if v.may("unwrap") else "disabled" for v in versions.values()}
-        return KeyDeletion(master_key_id, "usable" if "enabled" in words.values() else "disabled", words)
+        versions: dict[str, bool] = {}
+        with suppress(MasterKeyNotFoundError), self._session("describe", master_key_id) as session:
+            found = _versions(session, master_key_id).values()
+            versions = {str(each.version): each.may("unwrap") for each in found}
+        return KeyDeletion.of_versions(master_key_id, versions)
 
     def _in_sessions(
         self, name: str, requests: Sequence[R], use: Callable[[pkcs11.Session, dict[int, KeyVersion], R], T]

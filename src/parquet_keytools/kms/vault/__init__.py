@@ -10,7 +10,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -159,9 +159,6 @@ class VaultKms(RemoteKmsClient):
         return self._operation("describe").call(master_key_id, read).created
 
     def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
-        found = self._key_deletion_state(master_key_id)
-        if found.state == "deleted":
-            return found
         path = f"/v1/{self.settings.mount_point}/keys/{master_key_id}"
 
         def delete(seconds: float) -> None:
@@ -169,23 +166,21 @@ class VaultKms(RemoteKmsClient):
             self._request("POST", f"{path}/config", seconds, {"deletion_allowed": True})
             self._request("DELETE", path, seconds)
 
-        # A lost answer is no failure: the state decides.
-        with contextlib.suppress(MasterKeyNotFoundError):
-            self._operation("delete").call(master_key_id, delete)
-        return replace(self._key_deletion_state(master_key_id), versions=dict.fromkeys(found.versions, "deleted"))
+        # It may be deleted already, also by an attempt whose answer was lost: the state decides.
+        if not self._key_deletion_state(master_key_id).is_gone:
+            with contextlib.suppress(MasterKeyNotFoundError):
+                self._operation("delete").call(master_key_id, delete)
+        return self._key_deletion_state(master_key_id)
 
     def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
         if not _is_key_name(master_key_id):
             raise _NO_KEY_NAME.error()
-        try:
+        versions: dict[str, bool] = {}
+        with contextlib.suppress(MasterKeyNotFoundError):
             key = self._operation("describe").call(master_key_id, partial(self._read_key, master_key_id))
-        except MasterKeyNotFoundError:
-            return KeyDeletion(master_key_id, "deleted")
-        versions = {
-            str(number): "enabled" if number >= key.min_decryption_version else "disabled"
-            for number in range(1, key.latest_version + 1)
-        }
-        return KeyDeletion(master_key_id, "disabled" if key.soft_deleted else "usable", versions)
+            oldest = key.latest_version + 1 if key.soft_deleted else key.min_decryption_version
+            versions = {str(number): number >= oldest for number in range(1, key.latest_version + 1)}
+        return KeyDeletion.of_versions(master_key_id, versions)
 
     def _caller_identity(self) -> CallerIdentity:
         self._operation("identify").call(None, partial(self._request, "GET", "/v1/auth/token/lookup-self"))
