@@ -427,18 +427,7 @@ class KeyMaterialError(ParquetFormatError):
 
 
 class ErasureRefusedError(KeytoolsError):
-    """Deleting the master keys of a value would lose other data, or leave data of the value readable.
-
-    Attributes:
-        problems: Why.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__(
-            f"nothing was erased: {'; '.join(problems[:5])}.",
-            hint="Give each value a key of its own first: `rekey`. `erase --dry-run` shows the files.",
-        )
-        self.problems = tuple(problems)
+    """Deleting the master keys of a value would lose other data, or leave data of the value readable."""
 
 
 class FileListError(KeytoolsError):

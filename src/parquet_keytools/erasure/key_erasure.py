@@ -21,6 +21,7 @@ from parquet_keytools.kms.client import KmsClient, UnwrapRequest
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.storage.locations import FileLocation
 
+_MOST_NAMED = 5
 _PATIENCE_SECONDS = 60.0
 """AWS takes some seconds until all of its servers refuse a key."""
 
@@ -99,7 +100,10 @@ class Erasure:
             KmsError: The KMS refuses, or cannot be reached. Repeat the call.
         """
         if plan.problems:
-            raise ErasureRefusedError([note.text for note in plan.problems])
+            texts = "; ".join(note.text for note in plan.problems[:_MOST_NAMED])
+            raise ErasureRefusedError(
+                f"nothing was erased: {texts}.", hint="`problems` of the plan has the files, as `erase --dry-run`."
+            )
         kms, started, first = self._keys.kms, datetime.now(UTC), plan.keys[0].master_key_id
         caller = kms.caller_identity(first)
         done: list[ErasedKey] = []
