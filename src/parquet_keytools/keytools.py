@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
@@ -20,6 +20,7 @@ from parquet_keytools.conformance.file_list import ListKeeper, Lists, updated_li
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.erasure.key_erasure import Erasure
+from parquet_keytools.erasure.rewrite import FileRewrite, rewrite_rows
 from parquet_keytools.errors import ConfigurationError, KmsResponseInvalidError, value_or_raise
 from parquet_keytools.files import conversion
 from parquet_keytools.files.denied_columns import SECRET_LENGTH_BITS, unwrapped_secret
@@ -1443,6 +1444,54 @@ class Keytools(Summarised):
                 value would name another key.
         """
         return Erasure(self._keys, FileLocation.resolve(path, filesystem), where, table_name)
+
+    def erase_rows(
+        self,
+        path: PathLike | FileLocation,
+        *,
+        where: str,
+        table_name: str | None = None,
+        dry_run: bool = False,
+        filesystem: Any = None,
+        keep_results: bool = True,
+        on_file: OnFile | None = None,
+        on_search: Callable[[Iterable[FileRewrite]], None] | None = None,
+    ) -> RotationReport:
+        """Remove the rows that match a filter from a file, or from all files under a folder.
+
+        All files are searched before the first is replaced. A file with matching rows is replaced by one without
+        them, with new data keys, after that was written beside it, synced, and read. Other files are not touched.
+        A run that is repeated goes on where an earlier one ended.
+
+        Args:
+            path: A path or URI of a file or a folder.
+            where: The filter, such as `customer_id = 4711`; see docs/erase-rows.md.
+            table_name: The table of the files; None if there is only one.
+            dry_run: Change nothing: the report says what would be.
+            filesystem: A `pyarrow.fs` or fsspec file system.
+            keep_results: Whether the report lists all files, or only those that failed.
+            on_file: Called with the outcome of each file, a `FileRewrite` if it was read.
+            on_search: Called with the files that were read, before the first of them is replaced.
+
+        Raises:
+            ConfigurationError: The filter is not valid or does not fit a file; or the folder belongs to a table of
+                Iceberg, Delta Lake or Hudi. Nothing was changed.
+            ColumnAccessDeniedError: A column of the filter, or of a file with matching rows, cannot be read.
+                Nothing was changed.
+            FileNotFoundError: The file or folder does not exist.
+            NoParquetFilesError: The folder has no Parquet files.
+            KeytoolsError: The file failed. For a folder, the report lists files that failed.
+        """
+        return rewrite_rows(
+            self._keys,
+            FileLocation.resolve(path, filesystem),
+            where=where,
+            table_name=table_name,
+            dry_run=dry_run,
+            keep_results=keep_results,
+            on_file=on_file,
+            on_search=on_search,
+        )
 
     # --- secrets of the digests that `denied_columns: hash` shows ---
 

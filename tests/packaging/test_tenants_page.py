@@ -27,7 +27,7 @@ def test_blocks_run_as_printed(tmp_path: Path, warm_python: WarmPython) -> None:
     shown = ""
     for command in (
         ["bash", "-euo", "pipefail", "-c", create],
-        [warm_python.python, "-c", program],
+        [str(warm_python.python), "-c", program],
         ["bash", "-euo", "pipefail", "-c", show],
     ):
         done = subprocess.run(

@@ -226,7 +226,7 @@ def test_older_versions_that_may_not_be_read_are_named(
 ) -> None:
     from botocore.exceptions import ClientError
 
-    from parquet_keytools.storage.s3_connection import client_of
+    from parquet_keytools.rotation.s3_replacement import client_of
 
     with Keytools.from_mapping(cloud.document) as tools:
         tools.write_dataset(DATA, cloud.path, partitioning=["tenant"], filesystem=cloud.filesystem)

@@ -13,7 +13,6 @@ from rotation_case import TABLE, Case
 from s3_store import BUCKET, S3Store
 
 from parquet_keytools.erasure import rewrite
-from parquet_keytools.erasure.rewrite import rewrite_rows
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.rotation.report import Outcome
 
@@ -49,13 +48,13 @@ def test_rows_of_objects(store: S3Store, tmp_path: Path, key_material: str) -> N
     case = put(store, tmp_path, key_material=key_material)
     objects, untouched = store.names(), store.get("d/z.parquet")
     filesystem = store.filesystem()
-    report = rewrite_rows(case.tools(), FOLDER, where="a < 130", filesystem=filesystem)
+    report = case.tools().erase_rows(FOLDER, where="a < 130", filesystem=filesystem)
     assert report.counts == {Outcome.ROWS_REMOVED: 2, Outcome.NO_MATCHING_ROWS: 1} and report.left_behind == []
     assert store.names() == objects and store.get("d/z.parquet") == untouched and store.uploads() == []
     tools = case.tools()
     for name in ("x.parquet", "p=1/y.parquet"):
         assert tools.read_table(f"{FOLDER}/{name}", filesystem=filesystem).equals(KEPT)
-    report = rewrite_rows(tools, FOLDER, where="a < 130", filesystem=filesystem)
+    report = tools.erase_rows(FOLDER, where="a < 130", filesystem=filesystem)
     assert report.counts == {Outcome.NO_MATCHING_ROWS: 3}
 
 
@@ -76,7 +75,7 @@ def test_an_object_that_changes_meanwhile_is_not_replaced(
 
     monkeypatch.setattr(rewrite._Rewriting, "_write", change)
     filesystem = store.filesystem()
-    report = rewrite_rows(case.tools(), f"{FOLDER}/x.parquet", where="a < 130", filesystem=filesystem)
+    report = case.tools().erase_rows(f"{FOLDER}/x.parquet", where="a < 130", filesystem=filesystem)
     assert report.counts == {Outcome.ROWS_REMOVED: 1} and len(attempts) == 2
     assert case.tools().read_table(f"{FOLDER}/x.parquet", filesystem=filesystem).equals(KEPT.slice(0, 170))
 
@@ -97,9 +96,9 @@ def test_a_killed_run_is_repeated(store: S3Store, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(rewrite._Rewriting, "_check", killed)
     with pytest.raises(KilledError):
-        rewrite_rows(case.tools(), FOLDER, where="a < 130", filesystem=filesystem)
+        case.tools().erase_rows(FOLDER, where="a < 130", filesystem=filesystem)
     monkeypatch.undo()
-    report = rewrite_rows(case.tools(), FOLDER, where="a < 130", filesystem=filesystem)
+    report = case.tools().erase_rows(FOLDER, where="a < 130", filesystem=filesystem)
     assert report.counts == {Outcome.ROWS_REMOVED: 1, Outcome.NO_MATCHING_ROWS: 2}
 
 
@@ -109,7 +108,7 @@ def test_tables_of_iceberg_are_refused(store: S3Store, tmp_path: Path, marker: s
     store.put(marker, b"{}")
     before = {name: store.get(name) for name in store.names()}
     with pytest.raises(ConfigurationError, match="belongs to a table of Iceberg"):
-        rewrite_rows(case.tools(), FOLDER, where="a < 130", filesystem=store.filesystem())
+        case.tools().erase_rows(FOLDER, where="a < 130", filesystem=store.filesystem())
     assert {name: store.get(name) for name in store.names()} == before
 
 
@@ -117,6 +116,6 @@ def test_a_plaintext_object_fails(store: S3Store, tmp_path: Path) -> None:
     case = put(store, tmp_path)
     pq.write_table(TABLE, tmp_path / "plain.parquet")
     store.put("d/plain.parquet", (tmp_path / "plain.parquet").read_bytes())
-    report = rewrite_rows(case.tools(), FOLDER, where="a < 130", filesystem=store.filesystem())
+    report = case.tools().erase_rows(FOLDER, where="a < 130", filesystem=store.filesystem())
     assert [file.error_class for file in report.failures] == ["NotEncryptedError"]
     assert report.counts[Outcome.ROWS_REMOVED] == 2

@@ -10,7 +10,6 @@ import pyarrow as pa
 from pyarrow_versions import WRITES_IN_ORDER
 
 from parquet_keytools import Keytools
-from parquet_keytools.erasure.rewrite import rewrite_rows
 from parquet_keytools.errors import OutputError
 
 IN_ORDER: dict[str, Any] = {"preserve_order": True} if WRITES_IN_ORDER else {}
@@ -66,7 +65,7 @@ def _rekey(tools: Keytools, source: Path, folder: Path, filesystem: Any, options
 
 
 def _erase_rows(tools: Keytools, source: Path, folder: Path, filesystem: Any, options: Mapping[str, Any]) -> None:
-    report = rewrite_rows(tools, folder, filesystem=filesystem, where=options["where"])
+    report = tools.erase_rows(folder, filesystem=filesystem, where=options["where"])
     if not report.succeeded:
         raise report.failures[0].error or OutputError("failed")
 

@@ -14,7 +14,6 @@ from crash_points import RENAMES, WRITES, Crasher, Ended, Job
 from rotation_case import TABLE, Case, names, tree_digest
 from soak import sample
 
-from parquet_keytools.erasure.rewrite import rewrite_rows
 from parquet_keytools.rotation.report import Outcome
 
 FILES = ("x.parquet", "p=1/y.parquet")
@@ -72,7 +71,7 @@ class DataSet:
     def assert_finished(self, folder: Path) -> None:
         """A repetition does what is left, and only that; nothing stays behind."""
         done, tools = self.done(folder), self.case.tools()
-        report = rewrite_rows(tools, folder, where=WHERE)
+        report = tools.erase_rows(folder, where=WHERE)
         assert report.counts[Outcome.ROWS_REMOVED] == len(FILES) - done and report.succeeded
         assert report.counts[Outcome.NO_MATCHING_ROWS] == 1 + done
         assert self.done(folder) == len(FILES)

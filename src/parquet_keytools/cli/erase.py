@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from parquet_keytools.cli.erase_rows import RecordOption, RewriteOption, erase_rows
 from parquet_keytools.cli.options import (
     ConfigOption,
     IgnoreSkippedOption,
     PathsArgument,
+    ProcessesOption,
     ReportOptions,
     TableOption,
     location_of,
@@ -41,7 +43,12 @@ if TYPE_CHECKING:
 
 WhereOption = Annotated[
     str,
-    typer.Option("--where", metavar="NAME=VALUE", help="Whose data: a placeholder of key_values, and its value."),
+    typer.Option(
+        "--where",
+        metavar="NAME=VALUE|FILTER",
+        help="Whose data: a placeholder of key_values, and its value. With --rewrite, which rows: conditions "
+        "joined by AND, such as `customer_id = 4711`.",
+    ),
 ]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Change nothing; show what would be erased, and what forbids it.")
@@ -85,13 +92,32 @@ def erase_command(
     ignore_skipped: IgnoreSkippedOption = False,
     status: StatusOption = False,
     cancel: CancelOption = False,
+    rewrite: RewriteOption = False,
+    record: RecordOption = None,
+    processes: ProcessesOption = None,
 ) -> None:
     """Erase the data of one tenant: delete the master keys that only this data is under.
 
     Shows which files and columns are under these keys, asks for the value, deletes the keys in the KMS at once or
     after its waiting period, proves that the KMS no longer unwraps with them, and writes a certificate. After an
     interrupted run, repeat the command.
+
+    With --rewrite, where other data is under the same master keys: replaces each file that has matching rows by
+    one without them.
     """
+    if rewrite:
+        if any((yes, waiting_days, certificate, overwrite, ignore_skipped, status, cancel)):
+            raise typer.BadParameter(
+                "only --table, --dry-run, --record and --processes go with it.", param_hint="--rewrite"
+            )
+        if len(paths) != 1:
+            raise typer.BadParameter("give one file or folder.", param_hint="PATH")
+        erase_rows(paths[0], config, where, table, dry_run=dry_run, record=record, processes=processes)
+        return
+    if record is not None or processes is not None:
+        raise typer.BadParameter(
+            "it needs --rewrite.", param_hint="--record" if record is not None else "--processes"
+        )
     from parquet_keytools.storage.outputs import discarded_unless_done, pending_output
 
     if status + cancel + dry_run > 1:

@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.options import (
-    ConfigOption,
-    ProcessesOption,
-    ReportOptions,
-    TableOption,
-    ViewedArgument,
-    location_of,
-    open_keytools,
-    with_options,
-)
+from parquet_keytools.cli.options import location_of, open_keytools
 from parquet_keytools.cli.output import answer, number_of, plain_value, to_dict
 from parquet_keytools.cli.rotate import change_in_place
 
@@ -35,41 +26,15 @@ _VERSION = 1
 _MOST_RECORD_BYTES = 512 << 20
 
 RewriteOption = Annotated[bool, typer.Option("--rewrite", help="Rewrite the files that hold matching rows.")]
-WhereOption = Annotated[
-    str,
-    typer.Option(
-        "--where", metavar="FILTER", help="Which rows: conditions joined by AND, such as `customer_id = 4711`."
-    ),
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Count the matching rows, and change nothing.")]
 RecordOption = Annotated[
     str | None,
     typer.Option(
         "--record",
         metavar="LIST",
-        help="Write the files before and after, as JSON. The record of an interrupted run is continued.",
+        help="With --rewrite: write the files before and after, as JSON. The record of an interrupted run is "
+        "continued.",
     ),
 ]
-
-
-@with_options(ReportOptions)
-def erase_command(
-    path: ViewedArgument,
-    config: ConfigOption,
-    where: WhereOption,
-    table: TableOption = None,
-    rewrite: RewriteOption = False,
-    dry_run: DryRunOption = False,
-    record: RecordOption = None,
-    processes: ProcessesOption = None,
-) -> None:
-    """Remove rows from files, where their master key stays because it serves other rows, too.
-
-    Each file with matching rows is replaced by one without them. After an interrupted run, repeat the command.
-    """
-    if not rewrite:
-        raise typer.BadParameter("this is needed.", param_hint="--rewrite")
-    erase_rows(path, config, where, table, dry_run=dry_run, record=record, processes=processes)
 
 
 def erase_rows(
@@ -82,7 +47,7 @@ def erase_rows(
     record: str | None,
     processes: int | None,
 ) -> None:
-    """Remove rows from files, and report each; see `rewrite_rows`."""
+    """Remove rows from files, and report each; see `Keytools.erase_rows`."""
     from parquet_keytools.erasure.rewrite import NOT_COVERED
     from parquet_keytools.runtime.worker_processes import command_line_processes
 
@@ -115,16 +80,13 @@ def _erase(
     on_file: Callable[[FileRotation], None],
     on_progress: object,
 ) -> RotationReport:
-    from parquet_keytools.erasure.rewrite import rewrite_rows
-
     def on_file_done(file: FileRotation) -> None:
         record.add([file])
         on_file(file)
 
     is_complete = False
     try:
-        report = rewrite_rows(
-            keytools,
+        report = keytools.erase_rows(
             location,
             where=where,
             table_name=table_name,

@@ -285,7 +285,7 @@ class _Planner:
             self._look_at_versions(on_file)
 
     def _look_at_versions(self, on_file: OnFile) -> None:
-        from parquet_keytools.storage.s3_versions import OlderVersion, older_versions
+        from parquet_keytools.erasure.s3_versions import OlderVersion, older_versions
 
         pending: list[OlderVersion] = []
 

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -48,14 +48,11 @@ from parquet_keytools.rotation.data_set_run import InPlaceRequest, OnFile, chang
 from parquet_keytools.rotation.file_keys import Tail, check_unchanged, read_tail
 from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version, refuse_hard_links
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
-from parquet_keytools.storage.locations import FileLocation, PathLike
+from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import BufferSource, open_source
 from parquet_keytools.storage.walk import LeftOut, file_or_folder
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput
-
-if TYPE_CHECKING:
-    from parquet_keytools.keytools import Keytools
 
 _TABLE_FOLDERS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}
 _KEPT_ENCODINGS = {"DELTA_BINARY_PACKED", "DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY", "BYTE_STREAM_SPLIT"}
@@ -89,48 +86,21 @@ class FileRewrite(FileRotation):
 
 
 def rewrite_rows(
-    keytools: Keytools,
-    path: PathLike | FileLocation,
+    keys: KeyService,
+    location: FileLocation,
     *,
     where: str,
     table_name: str | None = None,
     dry_run: bool = False,
-    filesystem: Any = None,
     keep_results: bool = True,
     on_file: OnFile | None = None,
     on_search: Callable[[Iterable[FileRewrite]], None] | None = None,
 ) -> RotationReport:
-    """Remove the rows that match a filter from a file, or from all files under a folder.
-
-    All files are searched before the first is replaced. A file with matching rows is replaced by one without them,
-    with new data keys, after that was written beside it, synced, and read. Other files are not touched. A run that
-    is repeated goes on where an earlier one ended.
-
-    Args:
-        keytools: Has the keys of all columns.
-        path: A path or URI of a file or a folder.
-        where: The filter, such as `customer_id = 4711`; see `row_filter`.
-        table_name: The table of the files; None if there is only one.
-        dry_run: Change nothing: the report says what would be.
-        filesystem: A `pyarrow.fs` or fsspec file system.
-        keep_results: Whether the report lists all files, or only those that failed.
-        on_file: Called with the outcome of each file, a `FileRewrite` if it was read.
-        on_search: Called with the files that were read, before the first of them is replaced.
-
-    Raises:
-        ConfigurationError: The filter is not valid or does not fit a file; or the folder belongs to a table of
-            Iceberg, Delta Lake or Hudi. Nothing was changed.
-        ColumnAccessDeniedError: A column of the filter, or of a file with matching rows, cannot be read. Nothing
-            was changed.
-        FileNotFoundError: The file or folder does not exist.
-        NoParquetFilesError: The folder has no Parquet files.
-        KeytoolsError: The file failed. For a folder, the report lists files that failed.
-    """
-    location = FileLocation.resolve(path, filesystem)
-    table_name, _ = keytools.configuration.select_table(table_name)
+    """Remove the rows that match a filter; see `Keytools.erase_rows`."""
+    table_name, _ = keys.configuration.select_table(table_name)
     is_file = file_or_folder(location).is_file
     _refuse_table_around(location)
-    rewriting = _Rewriting(keytools._keys, table_name, parse_filter(where))
+    rewriting = _Rewriting(keys, table_name, parse_filter(where))
 
     def on_found(file: FileRotation) -> None:
         if isinstance(file.error, ConfigurationError | ColumnAccessDeniedError):

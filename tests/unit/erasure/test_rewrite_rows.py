@@ -16,7 +16,7 @@ from parquet_keytools import Keytools
 from parquet_keytools.conformance.file_verifier import FileEnd
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.erasure import rewrite
-from parquet_keytools.erasure.rewrite import FileRewrite, rewrite_rows
+from parquet_keytools.erasure.rewrite import FileRewrite
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     ConfigurationError,
@@ -60,7 +60,7 @@ def test_rows_are_removed_and_other_files_stay(tmp_path: Path, settings: dict[st
     case = Case.make(tmp_path, "in_memory", **settings)
     with_match, other = case.write("x.parquet"), case.write("p=1/y.parquet", table=TABLE.slice(200))
     before, all_names, was = end_of(with_match), names(case.folder), tree_digest(case.folder)
-    report = rewrite_rows(case.tools(), case.folder, where="a IN (3, 150) AND b != 'text 0'")
+    report = case.tools().erase_rows(case.folder, where="a IN (3, 150) AND b != 'text 0'")
     assert report.succeeded and report.counts == {Outcome.ROWS_REMOVED: 1, Outcome.NO_MATCHING_ROWS: 1}
     found = by_name(report)
     x, y = found["x.parquet"], found["y.parquet"]
@@ -75,14 +75,14 @@ def test_rows_are_removed_and_other_files_stay(tmp_path: Path, settings: dict[st
     assert {name for name in now if now[name] != was[name]} <= {"x.parquet", "_KEY_MATERIAL_FOR_x.parquet.json"}
     assert tools.verify_folder(case.folder).conforms
     # Done is done.
-    report = rewrite_rows(tools, case.folder, where="a IN (3, 150)")
+    report = tools.erase_rows(case.folder, where="a IN (3, 150)")
     assert report.counts == {Outcome.NO_MATCHING_ROWS: 2} and tree_digest(case.folder) == now
 
 
 def test_other_readers_read_the_new_file(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
-    assert rewrite_rows(case.tools(), path, where="nested.x < 490").succeeded
+    assert case.tools().erase_rows(path, where="nested.x < 490").succeeded
     assert read_with_pyarrow(case.kms, path).equals(TABLE.slice(490))
 
 
@@ -90,22 +90,22 @@ def test_other_readers_read_the_new_file(tmp_path: Path) -> None:
 def test_a_file_without_rows_stays_as_an_empty_file(tmp_path: Path, settings: dict[str, Any]) -> None:
     case = Case.make(tmp_path, "in_memory", **settings)
     path, other = case.write("x.parquet"), case.write("y.parquet", table=TABLE.slice(499))
-    report = rewrite_rows(case.tools(), case.folder, where="a < 499")
+    report = case.tools().erase_rows(case.folder, where="a < 499")
     assert by_name(report)["x.parquet"].rows_removed == 499
-    report = rewrite_rows(case.tools(), case.folder, where="a >= 0")
+    report = case.tools().erase_rows(case.folder, where="a >= 0")
     assert [file.rows_removed for file in report.files] == [1, 1]
     tools = case.tools()
     assert tools.read_table(path).equals(TABLE.slice(0, 0)) and tools.read_table(path).schema.equals(TABLE.schema)
     assert tools.read_table([path, other]).num_rows == 0 and tools.verify_folder(case.folder).conforms
-    assert rewrite_rows(tools, case.folder, where="a >= 0").counts == {Outcome.NO_MATCHING_ROWS: 2}
+    assert tools.erase_rows(case.folder, where="a >= 0").counts == {Outcome.NO_MATCHING_ROWS: 2}
 
 
 def test_null_is_not_equal(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "in_memory", column_keys={"ka": ["a"]})
     path = case.write(table=pa.table({"a": [1, None, 2], "b": ["x", "y", "z"]}))
-    rewrite_rows(case.tools(), path, where="a != 1")
+    case.tools().erase_rows(path, where="a != 1")
     assert case.tools().read_table(path)["b"].to_pylist() == ["x", "y"]
-    rewrite_rows(case.tools(), path, where="a IS NULL")
+    case.tools().erase_rows(path, where="a IS NULL")
     assert case.tools().read_table(path)["b"].to_pylist() == ["x"]
 
 
@@ -139,7 +139,7 @@ def test_all_that_a_reader_sees_of_the_file_stays(tmp_path: Path) -> None:
     path, tools = case.folder / "x.parquet", case.tools()
     tools.encrypt_file(plain, path)
     before = tools.metadata(path)
-    rewrite_rows(tools, path, where="d = 120")
+    tools.erase_rows(path, where="d = 120")
     after = tools.metadata(path)
     assert after.schema.equals(before.schema) and after.metadata == before.metadata
     assert after.schema.to_arrow_schema().equals(table.schema, check_metadata=True)
@@ -179,7 +179,7 @@ def test_a_file_as_spark_writes_it(tmp_path: Path) -> None:
     table = as_spark_writes(plain, datetime(1969, 1, 1, 0, 0, 0, 1))
     tools.encrypt_file(plain, path)
     before = tools.metadata(path).schema
-    assert rewrite_rows(tools, path, where="a = 2").succeeded
+    assert tools.erase_rows(path, where="a = 2").succeeded
     assert tools.metadata(path).schema.equals(before)
     kept = tools.read_table(path, coerce_int96_timestamp_unit="us")
     assert kept.drop_columns("share").equals(table.drop_columns("share").slice(0, 1))
@@ -193,7 +193,7 @@ def test_timestamps_that_overflow_are_refused(tmp_path: Path) -> None:
     before = tree_digest(case.folder)
     for where in ("a = 2", "at > '2026-01-01'", "at < '1900-01-01'"):
         with pytest.raises(OutputError, match="before 1678 or after 2261"):
-            rewrite_rows(tools, path, where=where)
+            tools.erase_rows(path, where=where)
     assert tree_digest(case.folder) == before
 
 
@@ -205,7 +205,7 @@ def test_attributes_stay_and_stale_checksums_go(tmp_path: Path) -> None:
     checksum.write_bytes(b"crc\0\0\0\2\0")
     link = tmp_path / path.name
     link.symlink_to(path)
-    assert rewrite_rows(case.tools(), link, where="a = 1").succeeded
+    assert case.tools().erase_rows(link, where="a = 1").succeeded
     assert link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o640 and not checksum.exists()
 
 
@@ -215,9 +215,9 @@ def test_other_names_would_keep_the_rows(tmp_path: Path) -> None:
     (tmp_path / "backup.parquet").hardlink_to(path)
     before = tree_digest(case.folder)
     with pytest.raises(OutputError, match="2 names"):
-        rewrite_rows(case.tools(), path, where="a = 1")
+        case.tools().erase_rows(path, where="a = 1")
     assert tree_digest(case.folder) == before
-    assert rewrite_rows(case.tools(), path, where="a = -1").succeeded
+    assert case.tools().erase_rows(path, where="a = -1").succeeded
 
 
 def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
     shutil.copy(case.folder / "x.parquet", outside)
     (case.folder / "y.parquet").symlink_to(outside)
     was = outside.read_bytes()
-    report = rewrite_rows(case.tools(), case.folder, where="a = 1")
+    report = case.tools().erase_rows(case.folder, where="a = 1")
     assert report.counts == {Outcome.ROWS_REMOVED: 1, Outcome.FAILED: 1} and outside.read_bytes() == was
 
 
@@ -243,7 +243,7 @@ def test_files_that_cannot_be_read_fail_and_others_are_done(tmp_path: Path) -> N
     pq.write_table(TABLE, case.folder / "plain.parquet")
     case.write("other.parquet", tools=case.tools(footer_key="new"))
     before = tree_digest(case.folder)
-    report = rewrite_rows(case.tools(), case.folder, where="a = 1")
+    report = case.tools().erase_rows(case.folder, where="a = 1")
     errors = {Path(file.path).name: file.error_class for file in report.failures}
     assert errors == {
         "damaged.parquet": "DecryptionError",
@@ -254,7 +254,7 @@ def test_files_that_cannot_be_read_fail_and_others_are_done(tmp_path: Path) -> N
     after = tree_digest(case.folder)
     assert {name for name in after if after[name] != before[name]} == {"good.parquet"} and not report.succeeded
     with pytest.raises(NotEncryptedError):
-        rewrite_rows(case.tools(), case.folder / "plain.parquet", where="a = 1")
+        case.tools().erase_rows(case.folder / "plain.parquet", where="a = 1")
 
 
 @pytest.mark.parametrize("where", ["a = 'x'", "aa = 1", "a = 1 OR b = 'x'", "p = 1"])
@@ -263,7 +263,7 @@ def test_a_filter_that_does_not_fit_changes_nothing(tmp_path: Path, where: str) 
     case.write("p=1/x.parquet"), case.write("y.parquet")
     before = tree_digest(case.folder)
     with pytest.raises(ConfigurationError):
-        rewrite_rows(case.tools(), case.folder, where=where)
+        case.tools().erase_rows(case.folder, where=where)
     assert tree_digest(case.folder) == before
 
 
@@ -279,11 +279,11 @@ def test_a_column_that_cannot_be_read_changes_nothing(tmp_path: Path, where: str
         reading = tools.configuration.reading.model_copy(update={"denied_columns": denied_columns})
         configuration = tools.configuration.model_copy(update={"reading": reading})
         with pytest.raises(ColumnAccessDeniedError) as raised:
-            rewrite_rows(Keytools(configuration, kms=case.kms), case.folder, where=where)
+            Keytools(configuration, kms=case.kms).erase_rows(case.folder, where=where)
         assert list(raised.value.columns) == names
         assert tree_digest(case.folder) == before
     # It searches a file whose other columns it cannot read, and finds nothing.
-    assert rewrite_rows(case.tools(), case.folder, where="a = 1000").counts == {Outcome.NO_MATCHING_ROWS: 2}
+    assert case.tools().erase_rows(case.folder, where="a = 1000").counts == {Outcome.NO_MATCHING_ROWS: 2}
 
 
 def test_a_kms_that_refuses_the_footer_key_changes_nothing(tmp_path: Path) -> None:
@@ -292,10 +292,10 @@ def test_a_kms_that_refuses_the_footer_key_changes_nothing(tmp_path: Path) -> No
     before = tree_digest(case.folder)
     assert isinstance(case.kms, InMemoryKms)
     case.kms.deny("kf")
-    report = rewrite_rows(case.tools(), case.folder, where="a = 1")
+    report = case.tools().erase_rows(case.folder, where="a = 1")
     assert not report.succeeded and tree_digest(case.folder) == before
     with pytest.raises(KmsAccessDeniedError):
-        rewrite_rows(case.tools(), case.folder / "x.parquet", where="a = 1")
+        case.tools().erase_rows(case.folder / "x.parquet", where="a = 1")
 
 
 @pytest.mark.parametrize(
@@ -316,23 +316,23 @@ def test_tables_with_metadata_are_refused(tmp_path: Path, marker: str, folder: s
     (case.folder / marker).write_text("{}")
     before = tree_digest(case.folder)
     with pytest.raises(ConfigurationError, match=f"belongs to a table of {kind}"):
-        rewrite_rows(case.tools(), case.folder / folder, where="a = 1")
+        case.tools().erase_rows(case.folder / folder, where="a = 1")
     assert tree_digest(case.folder) == before
 
 
 def test_nothing_to_search(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "in_memory")
     with pytest.raises(NoParquetFilesError):
-        rewrite_rows(case.tools(), case.folder, where="a = 1")
+        case.tools().erase_rows(case.folder, where="a = 1")
     with pytest.raises(FileNotFoundError):
-        rewrite_rows(case.tools(), case.folder / "gone.parquet", where="a = 1")
+        case.tools().erase_rows(case.folder / "gone.parquet", where="a = 1")
 
 
 def test_a_dry_run_counts(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "in_memory")
     case.write("x.parquet"), case.write("y.parquet", table=TABLE.slice(10))
     before, seen = tree_digest(case.folder), []
-    report = rewrite_rows(case.tools(), case.folder, where="a < 20", dry_run=True, on_file=seen.append)
+    report = case.tools().erase_rows(case.folder, where="a < 20", dry_run=True, on_file=seen.append)
     assert report.dry_run and report.counts == {Outcome.WOULD_REMOVE_ROWS: 2}
     assert [file.rows_removed for file in report.files] == [20, 10] and seen == report.files
     assert tree_digest(case.folder) == before
@@ -342,7 +342,7 @@ def test_a_partition_is_a_column(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "in_memory")
     for value in ("acme", "bolt", "__HIVE_DEFAULT_PARTITION__", "a%20b"):
         case.write(f"tenant={value}/x.parquet")
-    report = rewrite_rows(case.tools(), case.folder, where="tenant IN ('acme', 'a b') AND a < 100")
+    report = case.tools().erase_rows(case.folder, where="tenant IN ('acme', 'a b') AND a < 100")
     removed = {Path(file.path).parent.name: file.rows_removed for file in report.files}
     assert removed == {
         "tenant=__HIVE_DEFAULT_PARTITION__": 0,
@@ -350,7 +350,7 @@ def test_a_partition_is_a_column(tmp_path: Path) -> None:
         "tenant=acme": 100,
         "tenant=bolt": 0,
     }
-    report = rewrite_rows(case.tools(), case.folder, where="tenant IS NULL")
+    report = case.tools().erase_rows(case.folder, where="tenant IS NULL")
     assert [file.rows_removed for file in report.files if file.rows_removed] == [500]
 
 
@@ -379,7 +379,7 @@ def test_a_file_keeps_the_key_of_its_tenant(tmp_path: Path, source: str) -> None
         path.parent.mkdir(exist_ok=True)
         tools.write_table(TABLE, path, key_values={"tenant": tenant} if source == "argument" else None)
     keys = [[use.master_key_id for use in file.uses] for file in tools.key_inventory(tmp_path)]
-    assert rewrite_rows(tools, tmp_path, where="a = 1").counts == {Outcome.ROWS_REMOVED: 2}
+    assert tools.erase_rows(tmp_path, where="a = 1").counts == {Outcome.ROWS_REMOVED: 2}
     assert [[use.master_key_id for use in file.uses] for file in tools.key_inventory(tmp_path)] == keys
     assert sum(map(len, keys)) == 4 and tools.read_table(tmp_path).num_rows == 998
 
@@ -398,7 +398,7 @@ def test_a_file_that_changes_meanwhile_is_not_replaced(tmp_path: Path, monkeypat
         return rows
 
     monkeypatch.setattr(rewrite._Rewriting, "_write", change)
-    report = rewrite_rows(case.tools(), case.folder, where="a = 1")
+    report = case.tools().erase_rows(case.folder, where="a = 1")
     (file,) = report.files
     assert isinstance(file, FileRewrite) and (file.rows, file.rows_removed) == (300, 1) and attempts == [499, 299]
     assert case.tools().read_table(path).equals(without(TABLE.slice(0, 300), 1))
@@ -417,7 +417,7 @@ def test_a_new_file_that_is_not_as_it_should_be_replaces_nothing(
         return part(self, None if table is None else table.slice(1), options)
 
     monkeypatch.setattr(rewrite._PlainWriter, "part", short)
-    (file,) = rewrite_rows(case.tools(), case.folder, where="a = 1").files
+    (file,) = case.tools().erase_rows(case.folder, where="a = 1").files
     assert file.error_class == "OutputError" and tree_digest(case.folder) == before
 
     def unfiltered(self: Any, table: pa.Table | None, options: Any) -> Any:
@@ -425,7 +425,7 @@ def test_a_new_file_that_is_not_as_it_should_be_replaces_nothing(
         return part(self, None if table is None else TABLE.slice(1, table.num_rows), options)
 
     monkeypatch.setattr(rewrite._PlainWriter, "part", unfiltered)
-    (file,) = rewrite_rows(case.tools(), case.folder, where="a = 1").files
+    (file,) = case.tools().erase_rows(case.folder, where="a = 1").files
     assert file.error_class == "OutputError" and "matching rows" in str(file.error)
     assert tree_digest(case.folder) == before
 
@@ -435,6 +435,6 @@ def test_the_table_never_gives_less_protection(tmp_path: Path) -> None:
     case.write("x.parquet")
     before = tree_digest(case.folder)
     weaker = case.tools(column_keys={"ka": ["a"]}, also_trusted=["kb"])
-    (file,) = rewrite_rows(weaker, case.folder, where="a = 1").files
+    (file,) = weaker.erase_rows(case.folder, where="a = 1").files
     assert file.error_class == "OutputError" and "in plaintext in the table" in str(file.error)
     assert tree_digest(case.folder) == before
