@@ -20,6 +20,7 @@ LONGEST_FIRST: dict[str, str] = {
     "services/test_spark_bridge.py": SPARK_CLUSTER,
     "services/test_spark_openbao.py": SPARK_CLUSTER,
     "services/test_spark_hsm_and_azure.py": SPARK_CLUSTER,
+    "services/test_spark_tenants.py": SPARK_CLUSTER,
     "services/test_spark_ways.py": "ways of Spark",
     "services/test_spark_prefixes.py": "ways of Spark",
     "interop/test_spark_files.py": SPARK_FIXTURE,
