@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.structs import ChunkStatistics, ColumnMetaData, SchemaElement, Statistics
+from parquet_keytools.format.structs import (
+    ChunkStatistics,
+    ColumnMetaData,
+    FileMetaData,
+    SchemaElement,
+    Statistics,
+)
 from parquet_keytools.secret_bytes import SecretBytes
 
 _INT32, _INT64, _BYTE_ARRAY = 1, 2, 6
@@ -48,6 +54,33 @@ def column_value(footer: Footer, name: str, deks: Mapping[tuple[str, ...], Secre
     cipher = footer.cipher_of(column, dek)
     chunks = [footer.chunk_metadata(ordinal, column, cipher) for ordinal in range(len(footer.row_groups))]
     return value_of_chunks(name, footer.metadata.schema, column.ordinal, chunks)
+
+
+def values_in_footer(data: bytes, names: Iterable[str]) -> dict[str, ColumnValue]:
+    """Return the values of top-level columns, from the bytes of a plaintext or decrypted footer.
+
+    Raises:
+        ParquetFormatError: These are not the bytes of a footer.
+    """
+    footer, _ = FileMetaData.read(data)
+    return {name: _value_in(footer, name) for name in names}
+
+
+def _value_in(footer: FileMetaData, name: str) -> ColumnValue:
+    chunks: list[ColumnMetaData] = []
+    position = 0
+    for group in footer.row_groups:
+        for ordinal, chunk in enumerate(group.columns):
+            crypto = chunk.crypto_metadata
+            own_key = None if crypto is None else crypto.encryption_with_column_key
+            if own_key is not None and tuple(own_key.path_in_schema) == (name,):
+                return ColumnValue(problem=f"column {name!r} has a key of its own, which is not known here")
+            if chunk.meta_data is not None and tuple(chunk.meta_data.path_in_schema) == (name,):
+                position = ordinal
+                chunks.append(chunk.meta_data)
+    if footer.row_groups and not chunks:
+        return ColumnValue(problem=f"there is no column {name!r} at the top level")
+    return value_of_chunks(name, footer.schema, position, chunks) if chunks else ColumnValue()
 
 
 def value_of_chunks(

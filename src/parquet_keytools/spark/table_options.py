@@ -15,11 +15,10 @@ from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
-from parquet_keytools.files.column_values import ColumnValue, value_of_chunks
+from parquet_keytools.files.column_values import values_in_footer
 from parquet_keytools.files.field_labels import labels_of_spark
 from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, refuse_values_of_folders
-from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
 from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.spark.session import (
@@ -374,8 +373,7 @@ class TableRequests:
         keyed = [(name,) for name in check.keyed(folders)]
         refuse_values_of_folders(request["file"], folders, [*encrypted, *keyed], check)
         if "footer" in request:
-            footer, _ = FileMetaData.read(b64decode(request["footer"]))
-            values = {name: _value_in(footer, name) for name in check.settings.value_columns}
+            values = values_in_footer(b64decode(request["footer"]), check.settings.value_columns)
             check.refuse(request["file"], check.value_mismatches(values))
         return (table_aad_prefix(self._configuration, check.table_name) or "").encode()
 
@@ -399,26 +397,6 @@ class TableRequests:
         if kind not in ColumnEncryption.__members__:
             raise ValueError("there is no such kind of encryption")
         return SeenColumn(tuple(path), ColumnEncryption[kind], None if named is None else self._key(named))
-
-
-def _value_in(footer: FileMetaData, name: str) -> ColumnValue:
-    """Return the value of a column in a footer."""
-    found: list[tuple[int, ColumnMetaData]] = []
-    for group in footer.row_groups:
-        for ordinal, chunk in enumerate(group.columns):
-            crypto, metadata = chunk.crypto_metadata, chunk.meta_data
-            if crypto is not None and crypto.encryption_with_column_key is not None:
-                if tuple(crypto.encryption_with_column_key.path_in_schema) == (name,):
-                    return ColumnValue(
-                        problem=f"column {name!r} has a key of its own, and Spark cannot compare it"
-                    )
-            elif metadata is not None and tuple(metadata.path_in_schema) == (name,):
-                found.append((ordinal, metadata))
-    if footer.row_groups and not found:
-        return ColumnValue(problem=f"there is no column {name!r} at the top level")
-    if not found:
-        return ColumnValue()
-    return value_of_chunks(name, footer.schema, found[0][0], [chunk for _, chunk in found])
 
 
 def id_of_jvm(kms: KmsClient | None, named: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -269,16 +270,20 @@ def test_a_file_is_under_the_key_of_its_folder(folders: str, is_own: bool) -> No
             answer({"t": TEMPLATES}, **request)
 
 
-def test_a_file_is_under_the_key_of_its_column() -> None:
+def footer_in(file: bytes) -> str:
+    """Return the footer of a file in base64; behind a plaintext footer is its signature."""
+    length = int.from_bytes(file[-8:-4], "little")
+    return base64.b64encode(file[-8 - length : -8]).decode()
+
+
+def test_a_file_is_under_the_key_of_its_column(tmp_path: Path) -> None:
     table = TEMPLATES | {"key_values": {"m": {"from": "column", "pattern": "[a-z]{1,3}"}}}
     request = {"in_folders": "", "keys": ["of-x"]}
 
     def footer_of(**columns: Any) -> str:
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table(columns), sink)
-        file = sink.getvalue().to_pybytes()
-        length = int.from_bytes(file[-8:-4], "little")
-        return base64.b64encode(file[-8 - length : -8]).decode()
+        return footer_in(sink.getvalue().to_pybytes())
 
     assert answer({"t": table}, footer=footer_of(a=["c", "d"], m=["x", "x"]), **request) == b""
     assert answer({"t": table}, footer=footer_of(m=pa.array([], pa.string())), **request) == b""
@@ -290,6 +295,11 @@ def test_a_file_is_under_the_key_of_its_column() -> None:
     ):
         with pytest.raises(TableMismatchError, match=text):
             answer({"t": table}, footer=footer_of(**columns), **request)
+    own_key = {**WRITTEN, "column_keys": {"pii": ["m"]}, "unlisted_columns": "plaintext", "plaintext_footer": True}
+    with Keytools.from_mapping({"version": 1, "kms": KMS, "tables": {"t": own_key}}) as tools:
+        tools.write_table(pa.table({"a": ["c"], "m": ["x"]}), tmp_path / "own.parquet")
+    with pytest.raises(TableMismatchError, match="'m' has a key of its own"):
+        answer({"t": table}, footer=footer_in((tmp_path / "own.parquet").read_bytes()), **request)
     schema = t.StructType([t.StructField(name, t.StringType()) for name in "am"])
     with pytest.raises(UnsupportedBySparkError, match="before it knows the values of its columns"):
         Keytools.from_mapping({"version": 1, "kms": KMS, "tables": {"t": table}}).spark_options("t", schema)
