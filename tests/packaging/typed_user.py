@@ -56,6 +56,7 @@ for file in rotation.files:
     print(file.path, file.keys, file.error)
 rekeyed = keytools.rekey_in_place(folder)
 ok = keytools.encrypt_in_place(folder).succeeded
+created: list[bool] = [key.created for key in keytools.create_tenant_keys(["acme"], tags={"a": "b"})]
 for uses in keytools.key_inventory(folder):
     print(uses.path, [use.master_key_id for use in uses.uses])
 for path in keytools.files_using("pii", folder):
