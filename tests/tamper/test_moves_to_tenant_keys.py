@@ -148,3 +148,24 @@ def test_files_of_both_tables_get_new_keys(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, "--config", str(move.config)])
     assert result.exit_code == 0, result.output
     assert all(path.read_bytes() != content for path, content in before.items())
+
+
+def test_a_move_to_another_kms_goes_on(tmp_path: Path) -> None:
+    """The old configuration has no tables; its KMS does not unwrap the keys of the new one."""
+    move = Move(tmp_path, "partition")
+    document = yaml.safe_load(move.config.read_text())
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump({"version": 1, "kms": document["kms"]}))
+    new = tmp_path / "new.json"
+    new.touch(mode=0o600)
+    new.write_bytes(new_keystore(("kf", "prod/acme", "prod/bolt")))
+    document["kms"]["path"] = "new.json"
+    del document["tables"]["before"], document["tables"]["events"]["also_trusted"]
+    move.config.write_text(yaml.safe_dump(document))
+    data = tmp_path / "data"
+    command = ["rekey", str(data), "--in-place", "--config", str(tmp_path / "old.yaml"), "--json"]
+    command += ["--to-config", str(move.config), "--to-table", "events"]
+    for expected in ({"rekeyed": 4}, {"already current": 4}):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["counts"] == expected
+    assert Keytools.from_yaml(move.config).read_table(data).num_rows == 12

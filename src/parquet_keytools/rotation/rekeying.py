@@ -19,6 +19,7 @@ from parquet_keytools.errors import (
     ConfigurationError,
     KeyMaterialError,
     KeytoolsError,
+    KmsUnavailableError,
     NotEncryptedError,
     OutputError,
     StorageFailedError,
@@ -210,15 +211,15 @@ class _Rekeying:
             (opened,) = self._keys.open_files(
                 [location], request.table_name, request.aad_prefix, again=False, identities=identities
             )
-        except NotEncryptedError:
+            opened.refuse_unencrypted()
+            opened.refuse_denied(None)
+        except (NotEncryptedError, KmsUnavailableError):
             raise
         except KeytoolsError:
             moved = None if request.as_before else self._moved(location)
             if moved is None:
                 raise
             return moved, not self._has_left_over(moved)
-        opened.refuse_unencrypted()
-        opened.refuse_denied(None)
         return opened, False
 
     def _has_left_over(self, opened: OpenedFile) -> bool:
