@@ -91,6 +91,7 @@ def keys_of_value(
 def configured_master_key_ids(configuration: Configuration) -> frozenset[str]:
     """Return the identifiers of all master keys that a configuration names; templates name none by themselves."""
     used = {name for table in configuration.tables.values() for _, name in table.key_names()}
+    used.update(name for table in configuration.tables.values() for name in table.labels.iceberg_keys)
     used = {name for name in used if not placeholders(name)}
     named = (name for name in configuration.master_keys if not placeholders(name))
     references = [_lookup(configuration, name) for name in used]
@@ -137,10 +138,8 @@ def check_key_names(configuration: Configuration, known_master_key_ids: frozense
             if path[0] == "labels_from":
                 continue  # Its class has it.
             mistakes += _checked_use(configuration, known, ("tables", table_name, *path), name)
-        for position, source in enumerate(table.labels_from):
-            for name in () if source.iceberg is None else source.iceberg.keys:
-                at: YamlPath = ("tables", table_name, "labels_from", position, "iceberg", "keys")
-                mistakes += _checked_use(configuration, known, at, name)
+        for name in table.labels.iceberg_keys:
+            mistakes += _checked_use(configuration, known, ("tables", table_name, "labels_from"), name)
         mistakes += _without_effect(configuration, table_name, table)
     if mistakes:
         raise configuration.error_for(mistakes)

@@ -97,6 +97,11 @@ class Labels:
             used += [found.key for found in self.classes.values()]
         return tuple(dict.fromkeys(key for key in used if key is not None))
 
+    @property
+    def iceberg_keys(self) -> tuple[str, ...]:
+        """Names of keys that Iceberg tables may be under instead of the keys of their columns."""
+        return self.iceberg.iceberg.keys if self.iceberg and self.iceberg.iceberg else ()
+
     def may_come_with_data(self, label: Label | None) -> bool:
         """Return whether a column may be under the key of any class: no label file has its label."""
         return (

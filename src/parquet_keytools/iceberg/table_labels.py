@@ -17,7 +17,7 @@ from parquet_keytools.config.key_policy import (
     resolve_key,
 )
 from parquet_keytools.config.labels import nearest_first
-from parquet_keytools.config.settings import Configuration, LabelSource
+from parquet_keytools.config.settings import Configuration
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.field_labels import labels_of_schema
 from parquet_keytools.tables.properties import arrow_leaf_paths
@@ -51,7 +51,8 @@ def refuse_other_key(
         leaves = arrow_leaf_paths(schema)
         labels = partial(_labels, ".".join(identifier), schema, properties, leaves)
         columns = resolve_columns(configuration, name, leaves, field_labels=labels, is_iceberg=True)
-        _refuse_other_key(configuration, source, columns, ".".join(identifier), master_key_id)
+        if master_key_id not in map(configuration.master_key_id, table.labels.iceberg_keys):
+            _refuse_other_key(configuration, columns, ".".join(identifier), master_key_id)
 
 
 def _is_named(identifier: Identifier, name: str) -> bool:
@@ -88,14 +89,10 @@ def _labels(
 
 def _refuse_other_key(
     configuration: Configuration,
-    source: LabelSource,
     columns: Mapping[ColumnPath, ChosenKey],
     table: str,
     master_key_id: str,
 ) -> None:
-    assert source.iceberg is not None
-    if master_key_id in map(configuration.master_key_id, source.iceberg.keys):
-        return
     for column, key in columns.items():
         if key.key_name is None or resolve_key(configuration, key.key_name) == MasterKeyReference(master_key_id):
             continue

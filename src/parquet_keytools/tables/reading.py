@@ -251,15 +251,14 @@ class EncryptedDataset(ds.FileSystemDataset):  # type: ignore[misc]
 
     def scanner(self, columns: Any = None, filter: Any = None, *more: Any, **options: Any) -> SafeScanner:
         """Return a scanner, and begin to open its files."""
-        fragments = self.get_fragments(filter)
+        fragments = self.unfiltered_fragments(filter)
         self.filesystem.handler.opened.read_ahead(fragment.path for fragment in fragments)
         return SafeScanner(super().scanner(columns, filter, *more, **options))
 
-    def get_fragments(self, filter: Any = None) -> Iterator[ds.Fragment]:
-        """Return the files, without partitions that filters exclude."""
-        if self._whole is not None:
-            return self._whole.get_fragments(_both(self._filter, filter))
-        fragments: Iterator[ds.Fragment] = super().get_fragments(filter)
+    def unfiltered_fragments(self, filter: Any = None) -> Iterator[ds.Fragment]:
+        """Return the files with all their rows, without partitions that filters exclude."""
+        whole = self._whole or self
+        fragments: Iterator[ds.Fragment] = whole.get_fragments(_both(self._filter, filter))
         return fragments
 
     def filter(self, expression: pc.Expression) -> EncryptedDataset:
@@ -270,7 +269,7 @@ class EncryptedDataset(ds.FileSystemDataset):  # type: ignore[misc]
 
     def replace_schema(self, schema: pa.Schema) -> EncryptedDataset:
         """Return the same files under another schema."""
-        fragments = list(self.get_fragments())
+        fragments = list((self._whole or self).get_fragments())
         replaced = EncryptedDataset(fragments, schema, self.format, self.filesystem)
         return replaced if self._filter is None else replaced.filter(self._filter)
 

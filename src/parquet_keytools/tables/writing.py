@@ -189,8 +189,9 @@ def _labels_of_data(
     _, table = encryptor.keys.configuration.select_table(table_name)
     labels = LabelsOfData(table.labels.field, schema)
     if table.labels.field is not None and hasattr(data, "get_fragments"):
+        fragments_of = getattr(data, "unfiltered_fragments", data.get_fragments)
         try:
-            fragments = data.get_fragments()
+            fragments = fragments_of()
         except ValueError:
             raise ConfigurationError(
                 "labels in the files of a filtered data set cannot be seen.",
