@@ -176,7 +176,7 @@ def scan(
     return _Scan(keys, table_name, sample).run(location, on_file)
 
 
-_OpenedFiles = Sequence[OpenedFile | Exception]
+_OpenedFiles = list[OpenedFile | Exception | None]
 
 
 @dataclass
@@ -350,7 +350,12 @@ class _Scan:
         """Return what a file shows; called in other threads. With keys, `opening` has it at a position."""
         seen = _Seen(location)
         try:
-            opened, footer = self._opened(location, None if opening is None else opening.result()[position])
+            found = None
+            if opening is not None:
+                # Let go of each file as soon as it was looked at.
+                files = opening.result()
+                found, files[position] = files[position], None
+            opened, footer = self._opened(location, found)
             self._look_into(seen, footer, opened)
         except (KeytoolsError, OSError) as error:
             if isinstance(error, ConfigurationError):
@@ -367,10 +372,10 @@ class _Scan:
         keys, kms_keys = self._keys, self._kms_keys
         assert keys is not None and kms_keys is not None
         if self._kms_failure is not None:
-            return [self._kms_failure] * len(files)
+            return [self._kms_failure for _ in files]
         try:
             with audit.about(files[0] if len(files) == 1 else data_set):
-                return open_files(
+                opened = open_files(
                     files,
                     kms_keys,
                     keys.data_keys,
@@ -380,6 +385,7 @@ class _Scan:
                     allow_plaintext=True,
                     allow_ctr=keys.configuration.reading.ctr_files == "allow",
                 )
+            return list(opened)
         except (KeytoolsError, OSError) as error:
             if len(files) == 1:
                 self._kms_failure = self._kms_failure or kms_failure(error)
