@@ -168,24 +168,27 @@ class KeysOfValue:
         self.same: SameMasterKey = same_master_key(self.kms)
 
     def states(self) -> tuple[ErasedKey, ...]:
-        """Return the master keys with their states; keys that the KMS does not have only if it has none."""
-        found = tuple(ErasedKey(t, key, self.kms.key_deletion_state(key)) for t, key in self.ids.items())
-        return tuple(key for key in found if key.deletion.state != "deleted") or found
+        """Return the master keys with their states, in the order of their deletion."""
+        # The key of the footer last: until then, a run that was interrupted can authenticate footers.
+        ids = sorted(self.ids.items(), key=lambda item: item[0] == self.table.footer_key)
+        return tuple(ErasedKey(template, key, self.kms.key_deletion_state(key)) for template, key in ids)
 
-    def of(self, uses: Iterable[UsedKey]) -> list[UsedKey]:
-        """Return the keys of a file that are under these master keys."""
-        return [use for use in uses if use.master_key_id is not None and self._is_one(use.master_key_id)]
+    def of(self, uses: Iterable[UsedKey]) -> list[tuple[UsedKey, str]]:
+        """Return the keys of a file that are under these master keys, with the identifier of the configuration."""
+        found = ((use, self._own(use.master_key_id)) for use in uses if use.master_key_id is not None)
+        return [(use, own) for use, own in found if own is not None]
 
-    def _is_one(self, master_key_id: str) -> bool:
+    def _own(self, master_key_id: str) -> str | None:
+        """Return which of these master keys an identifier means; None if none, or if the KMS does not say."""
         if master_key_id in self.ids.values():
-            return True
-        answers = [self.same(master_key_id, own) for own in self.ids.values()]
-        # An alias that the KMS does not resolve may name one of them; `cannot_compare` reports it.
-        return True in answers
+            return master_key_id
+        return next((own for own in self.ids.values() if self.same(master_key_id, own)), None)
 
     def cannot_compare(self, master_key_id: str) -> bool:
         """Return whether the KMS does not say whether an identifier means one of these master keys."""
-        return not self._is_one(master_key_id) and None in [self.same(master_key_id, o) for o in self.ids.values()]
+        if self._own(master_key_id) is not None:
+            return False
+        return any(self.same(master_key_id, own) is None for own in self.ids.values())
 
     def other_values(self, uses: Iterable[UsedKey]) -> set[str]:
         """Return the other values whose master keys, by these templates, a file names."""
@@ -198,7 +201,7 @@ class KeysOfValue:
         """Yield why the configuration may use one of these master keys for other data."""
         own = set(self.ids.values())
         for literal in sorted(self._fixed):
-            if self._is_one(literal):
+            if self._own(literal) is not None:
                 yield Note(f"the configuration also names {literal!r}, which is the same master key")
             elif self.cannot_compare(literal):
                 yield Note(f"the KMS does not say whether {literal!r} is the same master key")
@@ -344,15 +347,16 @@ class _Planner:
         elif folders == {keys.value}:
             self._not_reached.add("older versions that are under other keys, or in plaintext", name)
 
-    def _is_expected(self, file: FileKeyUses, under: Sequence[UsedKey]) -> bool:
+    def _is_expected(self, file: FileKeyUses, under: Sequence[tuple[UsedKey, str]]) -> bool:
         """Return whether a footer is unreadable only because its master key, one of these, is gone already."""
-        return self._is_gone and isinstance(file.unknown, GONE) and any(use.is_footer for use in under)
+        gone = {key.master_key_id for key in self._states if key.deletion.is_gone}
+        return isinstance(file.unknown, GONE) and any(use.is_footer and own in gone for use, own in under)
 
-    def _check_columns(self, file: FileKeyUses, under: Sequence[UsedKey], path: str) -> None:
+    def _check_columns(self, file: FileKeyUses, under: Sequence[tuple[UsedKey, str]], path: str) -> None:
         """Look for columns that the table has under these keys, and the file has not."""
         keys, templates = self._keys, self._keys.ids
-        covered = {use.column for use in under}
-        if any(use.is_footer for use in under):
+        covered = {use.column for use, _ in under}
+        if any(use.is_footer for use, _ in under):
             covered |= set(file.footer_key_columns)
         elif file.is_encrypted and keys.table.footer_key in templates:
             self._problems.add(f"the footers of files of this {keys.placeholder} are under another key", path)
@@ -368,25 +372,21 @@ class _Planner:
                 self._problems.add(text, path)
         for name in file.plaintext_columns:
             self._not_reached.add("plaintext columns", printable(name))
-        if not any(use.is_footer for use in under):
+        if not any(use.is_footer for use, _ in under):
             for name in file.footer_key_columns:
                 self._not_reached.add("columns under the key of the footer", printable(name))
         for use in file.uses:
-            if use not in under and use.column is not None:
+            if use.column is not None and use.column not in covered:
                 self._not_reached.add("columns under other keys", printable(use.column))
 
-    def _add_erased(self, file: FileKeyUses, under: Sequence[UsedKey], path: str, version_id: str | None) -> None:
-        columns = [
-            ErasedColumn(
-                FOOTER if use.is_footer else HIDDEN if use.column is None else use.column,
-                str(use.master_key_id),
-                use.version,
-            )
-            for use in under
-        ]
-        for use in under:
-            if use.is_footer:
-                columns += [ErasedColumn(n, str(use.master_key_id), use.version) for n in file.footer_key_columns]
+    def _add_erased(
+        self, file: FileKeyUses, under: Sequence[tuple[UsedKey, str]], path: str, version_id: str | None
+    ) -> None:
+        columns = []
+        for use, own in under:
+            name = FOOTER if use.is_footer else HIDDEN if use.column is None else use.column
+            names = (name, *file.footer_key_columns) if use.is_footer else (name,)
+            columns += [ErasedColumn(name, own, use.version) for name in names]
             if use.wrapped_key is not None and use.master_key_id is not None:
                 self._wrapped[UnwrapRequest(use.wrapped_key, use.master_key_id)] = None
         assert file.size_bytes is not None and file.footer_sha256 is not None
@@ -407,7 +407,10 @@ class _Planner:
             self._not_reached.add(
                 "files of other tables under the same keys are erased, too, and not listed", name
             )
-        for key in self._states:
+        used = {column.master_key_id for file in self._files for column in file.columns}
+        # A template may have been used before this tenant came, or after: not every one has a key.
+        states = [k for k in self._states if k.deletion.state != "deleted" or k.master_key_id in used]
+        for key in states:
             if key.deletion.state == "deleted":
                 text = "the deletion itself, which the log of the KMS shows: there was no such key before this run"
                 self._not_reached.add(text, key.master_key_id)
@@ -418,7 +421,7 @@ class _Planner:
             placeholder=keys.placeholder,
             value=keys.value,
             paths=_paths_of(self._location),
-            keys=self._states,
+            keys=tuple(states),
             files=tuple(self._files),
             problems=tuple(self._problems.all()),
             not_reached=tuple(self._not_reached.all()),

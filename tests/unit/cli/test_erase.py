@@ -222,6 +222,29 @@ def test_values_of_arguments_and_two_keys_of_a_tenant(tmp_path: Path) -> None:
         assert tools.read_table(place.data / "bolt.parquet")["note"].to_pylist() == ["q"]
 
 
+@pytest.mark.parametrize("footer", [False, True])
+def test_a_run_that_ended_between_two_keys_continues(tmp_path: Path, footer: bool) -> None:
+    place = Place(tmp_path)
+    place.keystore.create_key("pay-acme")
+    place.keystore.create_key("pay-bolt")
+    place.table["column_keys"] = {"tenant-{tenant}": ["email"], "pay-{tenant}": ["note"]}
+    # A template for which no tenant has a key.
+    place.table["also_trusted"] = ["old-{tenant}"]
+    if footer:
+        place.table["footer_key"] = "tenant-{tenant}"
+    place.write()
+    place.keystore.destroy_key("prod/acme")
+    assert place.erase("--status").exit_code == 1
+    done = place.erase("--yes", "acme", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    check_certificate(document, place.folder)
+    requested = {key["master_key_id"]: key["requested_at"] is not None for key in document["keys"]}
+    assert requested == {"prod/acme": False, "pay-acme": True}
+    assert place.read("bolt") == ["b@x"]
+    assert place.erase("--status").exit_code == 0
+
+
 # --- refusals ---
 
 
