@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from typer.testing import CliRunner, Result
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
 from parquet_keytools.errors import ErasureRefusedError, KeytoolsError, KmsUnavailableError
+from parquet_keytools.kms.client import UnwrapRequest
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.kms.keystore_file import Keystore
+from parquet_keytools.kms.keystore_file import Keystore, KeystoreKms
 from parquet_keytools.secret_bytes import SecretBytes
 
 TENANTS = ("acme", "bolt")
@@ -380,3 +382,39 @@ def test_what_is_no_proof(tmp_path: Path, unreachable: bool) -> None:
     assert bool(pauses) is not unreachable
     assert any("NOT obtained" in line for line in made.lines())
     check_certificate(made.to_dict(), None)
+
+
+def test_nothing_is_deleted_if_the_kms_does_not_say_who_asks(tmp_path: Path) -> None:
+    class Silent(InMemoryKms):
+        def _caller_identity(self) -> Any:
+            raise KmsUnavailableError
+
+    document = Place(tmp_path).document
+    del document["kms"]
+    kms = Silent({"footer": None, "prod/acme": None, "prod/bolt": None})
+    tools = Keytools.from_mapping(document, kms=kms)
+    tools.write_dataset(DATA, tmp_path / "d", partitioning=["tenant"])
+    erasure = tools.erasure(tmp_path / "d", {"tenant": "acme"})
+    plan = erasure.plan()
+    with pytest.raises(KmsUnavailableError):
+        erasure.run(plan)
+    assert "prod/acme" in kms.master_key_ids()
+
+
+def test_the_proof_is_by_a_client_without_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    unwrap_many = KeystoreKms._unwrap_many
+    known: dict[tuple[int, UnwrapRequest], Any] = {}
+
+    def remembered(self: KeystoreKms, requests: Sequence[UnwrapRequest]) -> list[Any]:
+        """Answer again what this client answered before."""
+        missing = [request for request in requests if (id(self), request) not in known]
+        for request, answer in zip(missing, unwrap_many(self, missing) if missing else [], strict=True):
+            known[id(self), request] = answer
+        return [known[id(self), request] for request in requests]
+
+    monkeypatch.setattr(KeystoreKms, "_unwrap_many", remembered)
+    with place.tools() as tools:
+        assert tools.read_table(place.data).num_rows == 2
+        erasure = tools.erasure(place.data, {"tenant": "acme"})
+        erasure._sleep = lambda _: None
+        assert erasure.run(erasure.plan()).proof.obtained
