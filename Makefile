@@ -123,7 +123,7 @@ vectors: $(TEST_INSTALLED) ## Write the vector kit for other engines' maintainer
 
 soak: mutants mutation ## Hours: all mutants, crash points and races in place of samples, and mutation testing
 	SOAK=yes $(BIN)/python -m pytest --timeout=7200 tests/tamper/test_rotation_crashes.py \
-		tests/tamper/test_write_crashes.py tests/tamper/test_two_users.py \
+		tests/tamper/test_write_crashes.py tests/tamper/test_erase_crashes.py tests/tamper/test_two_users.py \
 		tests/tamper/test_rotation_concurrency.py tests/tamper/test_iceberg_crashes.py \
 		tests/tamper/test_iceberg_users.py tests/services/test_s3_rotation.py tests/interop/test_view_matrix.py \
 		tests/vectors/test_public_views.py tests/vectors/test_round_trip.py tests/vectors/test_page_ordinals.py \

@@ -33,7 +33,7 @@ def test_spark_reads_what_is_left(spark: Spark, tmp_path: Path, policy: Policy) 
     try:
         plain = spark.write_frame(frame, tmp_path / "plain", {})
     finally:
-        spark.session.conf.set(name, before)
+        spark.session.conf.set(name, str(before))
     types = {column.physical_type for column in pq.read_metadata(plain).schema}
     assert types >= {"INT96", "INT64", "INT32", "FIXED_LEN_BYTE_ARRAY"}
     path, tools = tmp_path / "x.parquet", keytools(policy)
