@@ -39,7 +39,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.files.column_values import column_value
 from parquet_keytools.files.table_check import KeySource, SeenColumn, TableCheck, seen_key
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.byte_ranges import ByteSource, HeldSource
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KmsKeys
 from parquet_keytools.runtime.fork_safety import ForkSafeLock
@@ -554,7 +554,7 @@ def as_verified(opened: OpenedFile, source: ByteSource) -> ByteSource:
             path=str(opened.location),
             hint="Open it again.",
         )
-    return WithTail(source, tail.offset, tail.data)
+    return HeldSource(source, tail.offset, tail.data, is_end=True)
 
 
 def _has_new_key_metadata(opened: OpenedFile, source: ByteSource) -> bool:
@@ -570,27 +570,6 @@ def _has_new_key_metadata(opened: OpenedFile, source: ByteSource) -> bool:
         and (now.aad_file_unique, now.footer_offset) == (was.envelope.aad_file_unique, was.envelope.footer_offset)
         and now.is_sealed_by(was.cipher)
     )
-
-
-class WithTail:
-    """The data of a file with another tail: the verified one, or one that will be written."""
-
-    def __init__(self, source: ByteSource, offset: int, tail: bytes) -> None:
-        self.path = source.path
-        self.size_bytes = offset + len(tail)
-        self._source = source
-        self._offset = offset
-        self._tail = tail
-
-    def read_at(self, offset: int, length: int) -> bytes | memoryview:
-        """Return bytes of the file with this tail."""
-        start = self._offset
-        if offset + length <= start:
-            return self._source.read_at(offset, length)
-        if offset + length > self.size_bytes:
-            raise ParquetFormatError("the file ends before.", path=self.path)
-        data = b"" if offset >= start else bytes(self._source.read_at(offset, start - offset))
-        return data + self._tail[max(offset - start, 0) : offset + length - start]
 
 
 _ATTEMPTS = 8

@@ -50,6 +50,36 @@ def check_range(source: ByteSource, offset: int, length: int) -> None:
         )
 
 
+class HeldSource:
+    """A source of which a part is in memory: bytes that were read, or another end than the file has."""
+
+    def __init__(self, source: ByteSource, offset: int, data: bytes | memoryview, *, is_end: bool = False) -> None:
+        """Take the part from `offset`; with `is_end`, the file ends with it."""
+        self.path = source.path
+        self._source = source
+        self._start = offset
+        self._end = offset + len(data)
+        self._data = memoryview(data)
+        self.size_bytes = self._end if is_end else source.size_bytes
+
+    def read_at(self, offset: int, length: int) -> bytes | memoryview:
+        """Return bytes of the source."""
+        check_range(self, offset, length)
+        end = offset + length
+        start, stop = self._start, self._end
+        if start <= offset and end <= stop:
+            return self._data[offset - start : end - start]
+        if end <= start or offset >= stop:
+            return self._source.read_at(offset, length)
+        parts: list[bytes | memoryview] = []
+        if offset < start:
+            parts.append(self._source.read_at(offset, start - offset))
+        parts.append(self._data[max(offset - start, 0) : end - start])
+        if end > stop:
+            parts.append(self._source.read_at(stop, end - stop))
+        return b"".join(parts)
+
+
 @dataclass(frozen=True)
 class FileSource:
     """An open local file.

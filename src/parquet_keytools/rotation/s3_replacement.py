@@ -25,8 +25,7 @@ import botocore.exceptions
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import OutputError
-from parquet_keytools.files.opened_file import WithTail
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.byte_ranges import ByteSource, HeldSource
 from parquet_keytools.rotation.file_keys import Tail, changed_while_rotated, check_unchanged
 from parquet_keytools.runtime.working_threads import in_threads
 from parquet_keytools.storage.local_files import warn_left_behind
@@ -163,7 +162,7 @@ def replace_object_tail(
     if found.size_bytes != tail.size_bytes:
         raise changed_while_rotated(location)
     with open_source(location) as source:
-        check(WithTail(source, tail.offset, new))
+        check(HeldSource(source, tail.offset, new, is_end=True))
     if tail.offset < LEAST_PART_BYTES:
         data = read_object(found, 0, tail.offset) + new
         # The object that was found has the tail that was read, so this data belongs to it.

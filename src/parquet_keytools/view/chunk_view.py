@@ -21,7 +21,7 @@ from parquet_keytools.encryption.chunk_pages import check_crc, decrypt_page
 from parquet_keytools.encryption.module_cipher import LENGTH_LENGTH, NO_PAGE_ORDINAL, ChunkCipher
 from parquet_keytools.encryption.page_walk import HeaderWindow, read_encrypted_header
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.byte_ranges import ByteSource, HeldSource
 from parquet_keytools.format.file_layout import Region
 from parquet_keytools.format.pages import PageHeaderFacts, padded_header, with_sizes
 from parquet_keytools.format.structs import OffsetIndex, PageHeader
@@ -82,34 +82,6 @@ class PageCache:
 
 _NEAR_BYTES = 64 * 1024
 """Pages this close to the last known page are found by walking the headers in between."""
-
-
-class HeldSource:
-    """A source of which a part is in memory."""
-
-    def __init__(self, source: ByteSource, offset: int, data: bytes | memoryview) -> None:
-        self.path = source.path
-        self.size_bytes = source.size_bytes
-        self._source = source
-        self._start = offset
-        self._end = offset + len(data)
-        self._data = memoryview(data)
-
-    def read_at(self, offset: int, length: int) -> bytes | memoryview:
-        """Return bytes of the source."""
-        end = offset + length
-        start, stop = self._start, self._end
-        if start <= offset and end <= stop:
-            return self._data[offset - start : end - start]
-        if end <= start or offset >= stop:
-            return self._source.read_at(offset, length)
-        parts: list[bytes | memoryview] = []
-        if offset < start:
-            parts.append(self._source.read_at(offset, start - offset))
-        parts.append(self._data[max(offset - start, 0) : end - start])
-        if end > stop:
-            parts.append(self._source.read_at(stop, end - stop))
-        return b"".join(parts)
 
 
 class _KnownPages:

@@ -37,7 +37,7 @@ from parquet_keytools.files.opened_file import (
     read_again_if_changed,
 )
 from parquet_keytools.files.table_check import names_in_folders
-from parquet_keytools.format.byte_ranges import ByteSource, RangedFile, check_range
+from parquet_keytools.format.byte_ranges import ByteSource, HeldSource, RangedFile, check_range
 from parquet_keytools.format.file_layout import (
     MAGIC,
     MAGIC_LENGTH,
@@ -62,7 +62,7 @@ from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.sources import open_source
-from parquet_keytools.view.chunk_view import ChunkView, HeldSource, PageCache
+from parquet_keytools.view.chunk_view import ChunkView, PageCache
 from parquet_keytools.view.digests import (
     REPETITION_FIELD_ID,
     StandIn,
