@@ -12,7 +12,7 @@ from typing import NamedTuple
 from parquet_keytools.conformance.report import RuleBook
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.encryption.protection import ColumnEncryption
-from parquet_keytools.format.file_layout import MAGIC_LENGTH, RegionKind
+from parquet_keytools.format.file_layout import INDEX_PLACES, MAGIC_LENGTH, Region, RegionKind, regions_at
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData, FileMetaData, RowGroup
 from parquet_keytools.format.thrift import IntegerFields, WireType
 
@@ -34,13 +34,7 @@ _USUAL_TYPES = {
     _HIDDEN: WireType.BINARY,
 }
 
-_INDEXES: IntegerFields = (
-    (ColumnChunk.column_index_offset.field_id, _I64),
-    (ColumnChunk.column_index_length.field_id, _I32),
-    (ColumnChunk.offset_index_offset.field_id, _I64),
-    (ColumnChunk.offset_index_length.field_id, _I32),
-)
-_INDEX_IDS = frozenset(field_id for field_id, _ in _INDEXES)
+_INDEX_IDS = frozenset(field_id for field_id, _ in INDEX_PLACES)
 
 _NUMBERS: IntegerFields = (
     (ColumnMetaData.type.field_id, _I32),
@@ -91,7 +85,7 @@ class ChunkEntry(NamedTuple):
                 None if visible is None else ColumnMetaData(visible[1]),
                 () if types.items() <= _USUAL_TYPES.items() else tuple(chunk.fields_of_other_types()),
                 types.get(_FILE_PATH) is WireType.BINARY and bool(chunk.file_path),
-                None if types.keys().isdisjoint(_INDEX_IDS) else struct.numbers(_INDEXES),
+                None if types.keys().isdisjoint(_INDEX_IDS) else struct.numbers(INDEX_PLACES),
             )
         )
 
@@ -187,72 +181,42 @@ ChunkKey = tuple[int, int]
 """Row group ordinal and column ordinal."""
 
 
-class ChunkRegion(NamedTuple):
-    """A byte range of a column chunk.
-
-    Attributes:
-        length: In bytes; None for a Bloom filter whose length is not stated.
-    """
-
-    kind: RegionKind
-    row_group_ordinal: int
-    column_ordinal: int
-    offset: int
-    length: int | None
-
-    @property
-    def chunk_key(self) -> ChunkKey:
-        """The chunk that it belongs to."""
-        return self.row_group_ordinal, self.column_ordinal
-
-    @property
-    def title(self) -> str:
-        """The kind for people."""
-        return self.kind.name.lower().replace("_", " ")
-
-
 def chunk_regions(
     chunk: ChunkEntry, numbers: ChunkNumbers, row_group_ordinal: int, column_ordinal: int, book: RuleBook
-) -> list[ChunkRegion]:
+) -> list[Region]:
     """Return the regions of a chunk; none if its data lies in another file."""
     if chunk.is_elsewhere:
         place = chunk_place(row_group_ordinal, column_ordinal)
         book.broken("layout-range", "its data lies in another file.", place)
         return []
-    start = numbers.data_page_offset
-    for offset in (numbers.dictionary_page_offset, numbers.index_page_offset):
-        if offset and (offset < start or not start):
-            start = offset
-    ordinals = (row_group_ordinal, column_ordinal)
-    regions = [_region((RegionKind.PAGES, *ordinals, start, numbers.total_compressed_size))]
-    if numbers.bloom_filter_offset is not None:
-        lies = (numbers.bloom_filter_offset, numbers.bloom_filter_length)
-        regions.append(_region((RegionKind.BLOOM_FILTER, *ordinals, *lies)))
-    if chunk.indexes is None:
-        return regions
-    column_index, column_index_length, offset_index, offset_index_length = chunk.indexes
-    for kind, offset, length in (
-        (RegionKind.COLUMN_INDEX, column_index, column_index_length),
-        (RegionKind.OFFSET_INDEX, offset_index, offset_index_length),
-    ):
-        if offset is not None:
-            regions.append(_region((kind, *ordinals, offset, -1 if length is None else length)))
+    places = (
+        numbers.data_page_offset,
+        numbers.dictionary_page_offset,
+        numbers.index_page_offset,
+        numbers.total_compressed_size,
+        numbers.bloom_filter_offset,
+        numbers.bloom_filter_length,
+    )
+    regions = regions_at(places, chunk.indexes or _NO_INDEXES, row_group_ordinal, column_ordinal)
+    for position, region in enumerate(regions):
+        if region.length is None and region.kind is not RegionKind.BLOOM_FILTER:
+            regions[position] = region._replace(length=NOT_STATED)
     return regions
 
 
-_region = ChunkRegion._make
+_NO_INDEXES = (None, None, None, None)
 
 
-def check_layout(regions: Sequence[ChunkRegion], footer_offset: int, book: RuleBook) -> frozenset[ChunkRegion]:
+def check_layout(regions: Sequence[Region], footer_offset: int, book: RuleBook) -> frozenset[Region]:
     """Check that regions lie in the file's body and do not overlap; returns those that must not be looked into."""
     unusable = {region for region in regions if not _is_in_range(region, footer_offset, book)}
     if regions:
         book.holds("layout-range")
-    furthest: ChunkRegion | None = None
+    furthest: Region | None = None
     end = 0
     in_range = (region for region in regions if region not in unusable) if unusable else regions
     for region in sorted(in_range, key=lambda region: (region.offset, region.length or 0)):
-        _, _, _, offset, length = region
+        _, _, _, offset, length, _, _ = region
         if length == 0:
             continue
         if furthest is not None and offset < end:
@@ -271,8 +235,8 @@ def check_layout(regions: Sequence[ChunkRegion], footer_offset: int, book: RuleB
     return frozenset(unusable)
 
 
-def _is_in_range(region: ChunkRegion, footer_offset: int, book: RuleBook) -> bool:
-    kind, row_group_ordinal, column_ordinal, offset, stated = region
+def _is_in_range(region: Region, footer_offset: int, book: RuleBook) -> bool:
+    kind, row_group_ordinal, column_ordinal, offset, stated, _, _ = region
     length = 1 if stated is None else stated
     if length == 0 and kind is RegionKind.PAGES:
         return True
@@ -301,7 +265,7 @@ def check_gaps(ranges: Sequence[tuple[int, int]], footer_offset: int, book: Rule
 def check_row_groups(
     footer: OpenFooter,
     metadata: Mapping[tuple[int, int], ChunkNumbers],
-    regions: Iterable[ChunkRegion],
+    regions: Iterable[Region],
     book: RuleBook,
 ) -> None:
     """Compare what row groups say of their offset and size with their chunks, where all of these are known."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from parquet_keytools.conformance.chunk_layout import ChunkNumbers, ChunkRegion, Column
+from parquet_keytools.conformance.chunk_layout import ChunkNumbers, Column
 from parquet_keytools.conformance.nonces import FileNonces, nonce_entry
 from parquet_keytools.conformance.report import Loss, RuleBook
 from parquet_keytools.encryption.aad import MAX_COUNT, ModulePlace, ModuleType
@@ -40,7 +40,7 @@ from parquet_keytools.encryption.page_walk import (
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.file_layout import RegionKind
+from parquet_keytools.format.file_layout import Region, RegionKind
 from parquet_keytools.format.pages import PageContents, read_page_contents
 from parquet_keytools.format.structs import BloomFilterHeader, PageHeader
 from parquet_keytools.format.thrift import WireType
@@ -224,7 +224,7 @@ class ChunkVerifier:
     chunk: Chunk
     numbers: ChunkNumbers
     num_rows: int
-    region: ChunkRegion | None
+    region: Region | None
     indexes: IndexVerifier | None
     book: RuleBook
     is_whole: bool = False
@@ -561,9 +561,9 @@ class IndexVerifier:
     _windows: IndexWindows
     _chunk: Chunk
     _book: RuleBook
-    regions: Sequence[tuple[ChunkRegion, int]] = ()
+    regions: Sequence[tuple[Region, int]] = ()
     is_damaged: bool = False
-    lengths: dict[ChunkRegion, int | None] = field(default_factory=dict)
+    lengths: dict[Region, int | None] = field(default_factory=dict)
 
     @property
     def has_page_index(self) -> bool:
@@ -600,7 +600,7 @@ class IndexVerifier:
         if self._chunk.ciphers.cipher is not None:
             check_padding(plaintext, end, self._chunk.place(module_type), self._book)
 
-    def _check_page_index(self, region: ChunkRegion, limit: int, pages: DataPages | None, num_rows: int) -> None:
+    def _check_page_index(self, region: Region, limit: int, pages: DataPages | None, num_rows: int) -> None:
         assert region.length is not None
         window = self._windows[region.kind]
         window.readable_end = limit
@@ -630,7 +630,7 @@ class IndexVerifier:
                 self._book.not_checked(_INDEX_RULES[rule], reason)
         self._check_padding(data, end, module_type)
 
-    def _check_bloom_filter(self, region: ChunkRegion, limit: int) -> int | None:
+    def _check_bloom_filter(self, region: Region, limit: int) -> int | None:
         """Check a Bloom filter; returns its length in bytes, or None where that is not known."""
         lengths = self.bloom_filter_lengths(region, limit)
         if lengths is None:
@@ -642,7 +642,7 @@ class IndexVerifier:
             self._plaintext(bitset, ModuleType.BLOOM_FILTER_BITSET, offset)
         return header_length + bitset_length
 
-    def bloom_filter_lengths(self, region: ChunkRegion, limit: int) -> tuple[int, int] | None:
+    def bloom_filter_lengths(self, region: Region, limit: int) -> tuple[int, int] | None:
         """Check the header of a Bloom filter; returns the lengths of header and bitset, None if it is damaged.
 
         One whose length is not stated may reach to the limit: many that overlap would else be read many times.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from parquet_keytools.conformance.chunk_layout import (
     ChunkKey,
     ChunkNumbers,
-    ChunkRegion,
     Column,
     OpenFooter,
     check_gaps,
@@ -65,7 +64,7 @@ from parquet_keytools.encryption.page_walk import HeaderWindow, PageDefect, walk
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.file_layout import RegionKind
+from parquet_keytools.format.file_layout import Region, RegionKind
 from parquet_keytools.format.partial_footers import shown_metadata
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
 from parquet_keytools.format.thrift import WireType
@@ -519,8 +518,8 @@ class _FileVerifier:
         self._ciphers: dict[int, ColumnCiphers] = {}
         self._metadata: dict[ChunkKey, ChunkNumbers] = {}
         self._walkable: dict[ChunkKey, Chunk] = {}
-        self._regions: list[ChunkRegion] = []
-        self._unusable: frozenset[ChunkRegion] = frozenset()
+        self._regions: list[Region] = []
+        self._unusable: frozenset[Region] = frozenset()
         self._losses: list[Loss] = []
         self._damaged_indexes: list[ChunkKey] = []
         self._facts = FileFacts()
@@ -718,14 +717,14 @@ class _FileVerifier:
 
     # --- Modules -------------------------------------------------------------------------------------------
 
-    def _verify_chunks(self, footer: OpenFooter, footer_offset: int) -> dict[ChunkRegion, int | None]:
+    def _verify_chunks(self, footer: OpenFooter, footer_offset: int) -> dict[Region, int | None]:
         """Verify the chunks whose keys are available.
 
         Returns the lengths of Bloom filters whose length is not stated; None where a length is not known.
         """
-        lengths: dict[ChunkRegion, int | None] = {}
-        pages: dict[ChunkKey, ChunkRegion] = {}
-        others: defaultdict[ChunkKey, list[tuple[ChunkRegion, int]]] = defaultdict(list)
+        lengths: dict[Region, int | None] = {}
+        pages: dict[ChunkKey, Region] = {}
+        others: defaultdict[ChunkKey, list[tuple[Region, int]]] = defaultdict(list)
         for region, limit in self._with_limits(footer_offset):
             key = region.chunk_key
             if key in self._walkable and (not self._unusable or region not in self._unusable):
@@ -766,10 +765,10 @@ class _FileVerifier:
             self._book.scope_not_checked(Scope.COLUMN, "the pages of a chunk could not all be walked")
         return lengths
 
-    def _with_limits(self, footer_offset: int) -> Iterator[tuple[ChunkRegion, int]]:
+    def _with_limits(self, footer_offset: int) -> Iterator[tuple[Region, int]]:
         """Yield all regions, each with the place up to which it may be read: see `IndexVerifier.regions`."""
         starts = sorted({region.offset for region in self._regions if region.length != 0} | {footer_offset})
-        limits: dict[ChunkRegion, int] = {}
+        limits: dict[Region, int] = {}
         for kind in (RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX):
             # What must not be looked into may lie outside of the file.
             found = [region for region in self._regions if region.kind is kind and region not in self._unusable]
@@ -875,7 +874,7 @@ class ModuleFinder:
             return None
 
     def pages(
-        self, row_group_ordinal: int, column: Column, dictionary_page_offset: int | None, region: ChunkRegion
+        self, row_group_ordinal: int, column: Column, dictionary_page_offset: int | None, region: Region
     ) -> tuple[list[FoundModule], bool] | None:
         """Return the pages of a chunk and their headers, and whether all were found; None without its key."""
         chunk = self._chunk(row_group_ordinal, column)
@@ -904,7 +903,7 @@ class ModuleFinder:
         return modules, not defects
 
     def bloom_filter(
-        self, row_group_ordinal: int, column: Column, region: ChunkRegion, limit: int
+        self, row_group_ordinal: int, column: Column, region: Region, limit: int
     ) -> list[FoundModule] | None:
         """Return header and bitset of a Bloom filter; None without its key, or where the header is damaged."""
         chunk = self._chunk(row_group_ordinal, column)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from parquet_keytools.conformance.chunk_layout import (
     ChunkNumbers,
-    ChunkRegion,
     Column,
     OpenFooter,
     check_layout,
@@ -25,7 +24,7 @@ from parquet_keytools.encryption.aad import ExpectedAadPrefix, ModuleType, prefi
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, ParquetFormatError
 from parquet_keytools.format.byte_ranges import ByteSource, FileSource
-from parquet_keytools.format.file_layout import RegionKind
+from parquet_keytools.format.file_layout import Region, RegionKind
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.runtime.presentation import Summarised, escaped_bytes, expanded
@@ -273,7 +272,7 @@ _REGION_TYPES = {
     RegionKind.OFFSET_INDEX: ModuleType.OFFSET_INDEX,
 }
 
-_Found = tuple[int, Column, ChunkNumbers, list[ChunkRegion]]
+_Found = tuple[int, Column, ChunkNumbers, list[Region]]
 """A chunk: row group ordinal, column, what its metadata says, and what it consists of."""
 
 _BLOOM_FILTER = (ModuleType.BLOOM_FILTER_HEADER, ModuleType.BLOOM_FILTER_BITSET)
@@ -477,7 +476,7 @@ class _Inspector:
         row_group_ordinal: int,
         column: Column,
         dictionary_page_offset: int | None,
-        regions: list[ChunkRegion],
+        regions: list[Region],
         starts: list[int],
     ) -> tuple[tuple[InspectedModule, ...], bool]:
         """Return the modules of a chunk, and whether all of its pages were found."""

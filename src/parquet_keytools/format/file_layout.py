@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, NoReturn, Self
@@ -287,7 +287,7 @@ class Region(NamedTuple):
         offset: Where it begins, in bytes from the start of the file.
         length: In bytes, or None for a Bloom filter whose length is not stated.
         limit: Where it may end at most.
-        next_offset: Where the next region, or the footer, begins.
+        next_offset: Where the next region, or the footer, begins. Like `limit`, it is set by `arranged`.
     """
 
     kind: RegionKind
@@ -297,6 +297,16 @@ class Region(NamedTuple):
     length: int | None
     limit: int = 0
     next_offset: int = 0
+
+    @property
+    def chunk_key(self) -> tuple[int, int]:
+        """The ordinals of row group and column of the chunk that it belongs to."""
+        return self.row_group_ordinal, self.column_ordinal
+
+    @property
+    def title(self) -> str:
+        """The kind for people."""
+        return self.kind.name.lower().replace("_", " ")
 
 
 _region = Region._make  # Twice as fast as calling the class.
@@ -336,7 +346,7 @@ _PLACES: IntegerFields = (
     (ColumnMetaData.bloom_filter_length.field_id, WireType.I32),
 )
 
-_INDEX_PLACES: IntegerFields = (
+INDEX_PLACES: IntegerFields = (
     (ColumnChunk.column_index_offset.field_id, WireType.I64),
     (ColumnChunk.column_index_length.field_id, WireType.I32),
     (ColumnChunk.offset_index_offset.field_id, WireType.I64),
@@ -372,26 +382,42 @@ def regions_of(
         )
     if places is None:
         places = ChunkPlaces.of(metadata)
+    regions = regions_at(places, chunk.struct.numbers(INDEX_PLACES), row_group_ordinal, column_ordinal)
+    for region in regions[1:]:
+        if region.length is None and region.kind is not RegionKind.BLOOM_FILTER:
+            if not chunk.struct.has(_LENGTH_FIELD_IDS[region.kind]):
+                raise ParquetFormatError(f"the {region.title} has no length.")
+            regions.remove(region)  # A length of another type: nobody can read the index.
+    return regions
+
+
+def regions_at(
+    places: Sequence[int | None], indexes: Sequence[int | None], row_group_ordinal: int, column_ordinal: int
+) -> list[Region]:
+    """Return the regions of a chunk: first its pages, then its Bloom filter and indexes, if it has them.
+
+    Args:
+        places: See `ChunkPlaces`.
+        indexes: Offset and length of the column index, and of the offset index; see `INDEX_PLACES`.
+        row_group_ordinal: Of its row group.
+        column_ordinal: Of its column.
+    """
     data_page, dictionary_page, index_page, length, bloom_filter, bloom_filter_length = places
+    assert data_page is not None
     # Writers leave 0 where there is no such page.
     start = data_page
     for page in (dictionary_page, index_page):
         if page and (page < start or not start):
             start = page
     regions = [_region((_PAGES, row_group_ordinal, column_ordinal, start, length, 0, 0))]
-    column_index, column_index_length, offset_index, offset_index_length = chunk.struct.numbers(_INDEX_PLACES)
+    column_index, column_index_length, offset_index, offset_index_length = indexes
     for kind, offset, index_length in (
         (RegionKind.BLOOM_FILTER, bloom_filter, bloom_filter_length),
         (RegionKind.COLUMN_INDEX, column_index, column_index_length),
         (RegionKind.OFFSET_INDEX, offset_index, offset_index_length),
     ):
-        if offset is None:
-            continue
-        if index_length is None and kind is not RegionKind.BLOOM_FILTER:
-            if _LENGTH_FIELD_IDS[kind] in chunk.struct.types():
-                continue  # A length of another type: nobody can read the index.
-            raise ParquetFormatError(f"the {kind.name.lower().replace('_', ' ')} has no length.")
-        regions.append(Region(kind, row_group_ordinal, column_ordinal, offset, index_length))
+        if offset is not None:
+            regions.append(_region((kind, row_group_ordinal, column_ordinal, offset, index_length, 0, 0)))
     return regions
 
 
@@ -435,5 +461,4 @@ def arranged(regions: Iterable[Region], footer_offset: int, created_by: str | No
 
 
 def _name(region: Region) -> str:
-    kind = region.kind.name.lower().replace("_", " ")
-    return f"row group {region.row_group_ordinal}, column {region.column_ordinal}, {kind}"
+    return f"row group {region.row_group_ordinal}, column {region.column_ordinal}, {region.title}"
