@@ -7,13 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from view_case import ViewCase, parquet_bytes, whole
-
-from parquet_keytools.files.denied_columns import _geo
 
 LEAK = "4711.25"
 """Stands for values of the refused column, wherever writers put some."""
@@ -144,56 +141,9 @@ def test_entries_that_are_not_what_they_should_be_are_left_out(case: ViewCase, k
     assert key.encode() not in metadata
 
 
-def test_a_file_whose_only_geometry_is_refused_is_no_longer_geographic() -> None:
-    only = {**GEO, "columns": {"secret": {"bbox": BOX}}}
-    assert _geo(only, {"id", "secret"}, frozenset({"secret"})) is None
-
-
-RANGE = {"kind": "range", "name": "secret of an index", "start": 17, "stop": LEAK, "step": 1}
-LABELS = {
-    "name": f"level {LEAK}",
-    "field_name": LEAK,
-    "pandas_type": "datetimetz",
-    "numpy_type": "datetime64[ns]",
-    "metadata": {"timezone": "Europe/Berlin", "num_categories": LEAK},
-}
-
-
-@pytest.mark.parametrize("denied_columns", ["error", "hide", "null"])
-def test_of_pandas_index_nothing_is_shown_but_its_columns(case: ViewCase, denied_columns: str) -> None:
-    """The ends of a range are values, and what pandas may add to its metadata may hold some."""
-    of_pandas = {
-        **PANDAS,
-        "index_columns": [RANGE, "id"],
-        "column_indexes": [LABELS],
-        "columns": [{**column, "highest": LEAK} for column in PANDAS["columns"]],
-        "creator": {"library": "pyarrow", "version": "26.0.1", "host": LEAK},
-        "pandas_version": f"3.0 {LEAK}",
-    }
-    data = table().replace_schema_metadata({"pandas": json.dumps(of_pandas)})
-    path = case.encrypt(parquet_bytes(data))
+def test_a_file_whose_only_geometry_is_refused_is_no_longer_geographic(case: ViewCase) -> None:
+    only = {**GEO, "columns": {"secret": {"encoding": "WKB", "bbox": BOX}}}
+    path = case.encrypt(parquet_bytes(table().replace_schema_metadata({"geo": json.dumps(only)})))
     case.kms.deny("secret")
-    view = case.view(path, denied_columns=denied_columns)
-    found = pq.read_metadata(pa.BufferReader(whole(view))).metadata
-    assert not leaks(found)
-    shown = json.loads(found[b"pandas"])
-    assert shown["index_columns"] == ["id"]
-    assert shown["column_indexes"] == [
-        {"name": None, "field_name": None, "pandas_type": "datetimetz"}
-        | {"metadata": {"timezone": "Europe/Berlin"}}
-    ]
-    assert shown["creator"] == {"library": "pyarrow", "version": "26.0.1"}
-    if denied_columns != "error":
-        keytools = case.keytools(denied_columns=denied_columns)
-        assert not leaks(keytools.metadata(path).metadata)
-        assert LEAK not in keytools.dataset(path).schema.to_string(truncate_metadata=False)
-
-
-@pytest.mark.parametrize("index", [pd.RangeIndex(5, 11, 3), pd.Index(["a", "b"], name="i")])
-def test_pandas_reads_what_is_left(case: ViewCase, index: pd.Index) -> None:
-    frame = pd.DataFrame({"secret": ["x", "y"], "id": [1, 2]}, index=index)
-    path = case.encrypt(parquet_bytes(pa.Table.from_pandas(frame)))
-    case.kms.deny("secret")
-    read = case.keytools(denied_columns="hide").read_table(path).to_pandas()
-    assert list(read["id"]) == [1, 2]
-    assert list(read.index) == ([0, 1] if isinstance(index, pd.RangeIndex) else ["a", "b"])
+    metadata = pq.read_metadata(pa.BufferReader(whole(case.view(path, denied_columns="hide")))).metadata
+    assert b"geo" not in metadata
