@@ -45,7 +45,7 @@ WITH_EXTRAS = [
     # For the tests of third parties, which have pytest.
     "kms/contract_tests.py",
     "rotation/s3_*.py",
-    "storage/s3_*.py",
+    "erasure/s3_*.py",
     "view/file_system.py",
 ]
 """Source files that are imported where the extra that they need is installed."""

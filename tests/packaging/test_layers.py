@@ -103,8 +103,8 @@ LAYERS: dict[str, set[str]] = {
 OUTSIDE: dict[str, list[str]] = {
     # package, or part of it -> the source files that may import it; the longest name decides
     "azure": ["kms/azure/*.py"],
-    "boto3": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
-    "botocore": ["kms/aws/*.py", "rotation/s3_*.py", "storage/s3_*.py"],
+    "boto3": ["kms/aws/*.py", "rotation/s3_*.py"],
+    "botocore": ["kms/aws/*.py", "rotation/s3_*.py", "erasure/s3_*.py"],
     "dbt_artifacts_parser": ["config/labels.py"],
     "filelock": ["runtime/operating_system.py"],
     "fsspec": ["fsspec_chain.py", "storage/locations.py", "view/*.py"],

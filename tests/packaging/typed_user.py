@@ -56,6 +56,9 @@ for file in rotation.files:
     print(file.path, file.keys, file.error)
 rekeyed = keytools.rekey_in_place(folder)
 ok = keytools.encrypt_in_place(folder).succeeded
+ok = keytools.erase_rows(folder, where="a = 1", dry_run=True).succeeded
+erasure = keytools.erasure(folder, {"tenant": "acme"})
+gone: list[bool] = [key.deletion.is_gone for key in erasure.states()]
 created: list[bool] = [key.created for key in keytools.create_tenant_keys(["acme"], tags={"a": "b"})]
 for uses in keytools.key_inventory(folder):
     print(uses.path, [use.master_key_id for use in uses.uses])

@@ -96,11 +96,11 @@ def erase_command(
     record: RecordOption = None,
     processes: ProcessesOption = None,
 ) -> None:
-    """Erase the data of one tenant: delete the master keys that only this data is under.
+    """Delete one tenant's master keys, or remove rows.
 
-    Shows which files and columns are under these keys, asks for the value, deletes the keys in the KMS at once or
-    after its waiting period, proves that the KMS no longer unwraps with them, and writes a certificate. After an
-    interrupted run, repeat the command.
+    Finds the master keys that only the data of one tenant is under, and shows which files and columns are under
+    them. Asks for the value, deletes the keys in the KMS at once or after its waiting period, proves that the KMS
+    no longer unwraps with them, and writes a certificate. After an interrupted run, repeat the command.
 
     With --rewrite, where other data is under the same master keys: replaces each file that has matching rows by
     one without them.

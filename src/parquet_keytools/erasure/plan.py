@@ -160,7 +160,7 @@ class KeysOfValue:
         if keys.kms is None or not found:
             raise ConfigurationError(
                 f"no key of the table {self.table_name!r} has the placeholder {{{self.placeholder}}}.",
-                hint="Only data with keys of its own can be erased by the end of these keys.",
+                hint="Data without keys of its own: remove its rows with `erase --rewrite`.",
             )
         self.kms = keys.kms
         self._fixed = configured_master_key_ids(self.configuration)

@@ -33,14 +33,13 @@ from parquet_keytools.files.opened_file import (
     FileIdentities,
     OpenedFile,
     VerifiedTail,
-    WithTail,
     as_verified,
     columns_named,
     naming_place,
 )
 from parquet_keytools.files.replacement import NewKeyMaterial, replacement
 from parquet_keytools.files.table_check import names_in_folders, partition_names, seen_key
-from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.format.byte_ranges import ByteSink, ByteSource, HeldSource
 from parquet_keytools.format.file_layout import MAGIC, leaf_columns, read_footer_bytes, with_trailer
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever
@@ -414,7 +413,7 @@ class _PlainWriter:
         metadata.version, metadata.schema = self._old.version, self._old.schema
         metadata.key_value_metadata = self._old.key_value_metadata
         end = with_trailer(metadata.serialise(), MAGIC)
-        return WithTail(source, read_footer_bytes(source).offset, end)
+        return HeldSource(source, read_footer_bytes(source).offset, end, is_end=True)
 
     def _written(self, table: pa.Table | None, options: Mapping[str, Any]) -> tuple[ByteSource, FileMetaData]:
         buffer, known = pa.BufferOutputStream(), _options_of(pq.ParquetWriter)

@@ -82,10 +82,26 @@ def test_wrong_filters(run, keystore_case, tmp_path: Path, where: str, text: str
     assert case.digest() == before and not record.exists()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--rewrite", "--yes", "1"),
+        ("--rewrite", "--status"),
+        ("--rewrite", "--certificate", "x.json"),
+        ("--record", "x.json"),
+        ("--processes", "2"),
+    ],
+)
+def test_options_of_the_two_erasures_do_not_mix(run, keystore_case, options: tuple[str, ...]) -> None:
+    case = keystore_case()
+    done = run("erase", case.data, "--config", case.config, "--where", "id = 1", *options)
+    assert done.exit_code == 2 and "--rewrite" in done.stderr
+
+
 def test_rewrite_is_asked_for(run, keystore_case) -> None:
     case = keystore_case()
     done = run("erase", case.data, "--config", case.config, "--where", "id = 1")
-    assert done.exit_code == 2 and "--rewrite" in done.stderr
+    assert done.exit_code == 2 and "erase --rewrite" in done.stderr
 
 
 class KilledError(BaseException):
