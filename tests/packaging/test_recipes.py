@@ -23,9 +23,7 @@ from parquet_keytools.cli import app
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    "page", ["migrate-from-pyarrow", "editor", "../labels", "../tenants", "../erase", "../erase-rows"]
-)
+@pytest.mark.parametrize("page", ["migrate-from-pyarrow", "editor", "../labels", "../erase", "../erase-rows"])
 def test_all_blocks_run_as_printed(page: str, tmp_path: Path, warm_python: WarmPython) -> None:
     run_blocks(page, tmp_path, python=warm_python.python, programs=warm_python.command.parent)
 

@@ -42,6 +42,7 @@ from parquet_keytools.keys import key_wrapping as file_key_retriever
 from parquet_keytools.keys.material_store import read_key_materials
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_text
+from parquet_keytools.rotation.report import RotationOutcome
 
 pytestmark = pytest.mark.filterwarnings("ignore::parquet_keytools.config.settings.ConfigurationWarning")
 
@@ -145,7 +146,7 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-USES: dict[str, Callable[[Keytools, Path, Path], object]] = {
+USES: dict[str, Callable[[Keytools, Path, Path], Any]] = {
     "read_table": lambda tools, path, out: tools.read_table(path, table_name="own"),
     "a plaintext column": lambda tools, path, out: tools.read_table(path, columns=["plain"], table_name="own"),
     "a folder": lambda tools, path, out: tools.read_table(path.parent, table_name="own"),
@@ -188,6 +189,12 @@ def test_no_reader_takes_it_and_no_file_is_written(tmp_path: Path, forgery: str,
         tools.clear_caches()
         kms.keys_seen.clear()
         asked = kms.call_counts
+        moves = name == "rekey_in_place to another table"
+        if moves and policy is ADS and form != "plaintext footer":
+            # As a run that was interrupted left it: its readers would take it from anywhere.
+            assert use(tools, path, tmp_path).counts == {RotationOutcome.ALREADY_CURRENT: 1}
+            assert digests(tmp_path) == before, name
+            continue
         with pytest.raises(TableMismatchError) as caught:
             use(tools, path, tmp_path / "out.parquet")
         error = caught.value
@@ -199,7 +206,8 @@ def test_no_reader_takes_it_and_no_file_is_written(tmp_path: Path, forgery: str,
         assert found, name
         asked = kms.call_counts - asked
         assert not asked.keys() - {"unwrap"}, name
-        footers = 0 if any(column is None for _, column in expected) else 1
+        # Under the footer key of the new table, the file may be one that was moved before.
+        footers = 0 if any(column is None for _, column in expected) and not moves else 1
         assert len(forged.intersection(kms.keys_seen)) <= footers, f"{name}: at most the key of the footer"
         if name not in ("a folder", "dataset"):
             # Of a folder, other files are in order.
@@ -304,6 +312,9 @@ def test_the_command_line_refuses_it_too(
         places = {"SRC": folder if is_folder else path, "DST": tmp_path / f"out {number}"}
         arguments = [str(places.get(part, part)) for part in command]
         done = CliRunner().invoke(app, [*arguments, "--config", str(config), "--table", "own"])
+        if name == "rekey --in-place --to-table" and FORGERIES[forgery][0] is ADS:
+            assert "1 already current" in done.output and digests(tmp_path) == before
+            continue
         assert done.exit_code == 1, (forgery, done.output)
         assert "x.parquet: this is not a file of the table 'own'" in done.stderr, forgery
         assert digests(tmp_path) == before, forgery
