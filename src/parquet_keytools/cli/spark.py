@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ from parquet_keytools.cli.output import (
     FilesDocument,
     Messages,
     answer,
+    grouped_rows,
     json_wanted,
     print_json,
     print_table,
@@ -348,7 +349,9 @@ def _run(name: str, options: SessionOptions, *places: str, strict: bool = False,
             **arguments,
         )
         if name == "keys" and not json_wanted():
-            _show_keys(report)
+            from parquet_keytools.config.loader import load_configuration
+
+            _show_keys(report, load_configuration(options.config).template_of)
         _show(report, strict=strict)
 
 
@@ -447,7 +450,7 @@ def _show(report: PipelineReport, *, strict: bool) -> None:
     raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)
 
 
-def _show_keys(report: PipelineReport) -> None:
+def _show_keys(report: PipelineReport, template_of: Callable[[str], str | None]) -> None:
     """Print how many files need which version of which master key."""
     counts: Counter[tuple[str, str]] = Counter()
     for row in report.rows():
@@ -457,5 +460,6 @@ def _show_keys(report: PipelineReport) -> None:
                 for key in row["keys"]
             }
         )
-    rows = [(name, version, f"{number:,}") for (name, version), number in sorted(counts.items())]
+    keys = (((name,), (version,), (number,)) for (name, version), number in sorted(counts.items()))
+    rows = [(name, version, f"{number:,}") for (name,), (version,), (number,) in grouped_rows(keys, template_of)]
     print_table("Files that depend on master keys", ["master key", "version", "files"], rows)
