@@ -446,12 +446,13 @@ def check_column_values(
         table_check: The comparison for this file; see `TableCheck.for_file`.
         path: The path of the file.
         footer: Its footer.
-        deks: DEKs of its columns.
+        deks: Compare the columns with these DEKs; if there are none, the columns without a key of their own.
 
     Raises:
         TableMismatchError: A column has another value, several values or nulls, or incomplete statistics.
     """
-    found = {name: column_value(footer, name, deks) for name in table_check.settings.value_columns}
+    names = [name for name in table_check.settings.value_columns if not deks or (name,) in deks]
+    found = {name: column_value(footer, name, deks) for name in names}
     table_check.refuse(path, table_check.value_mismatches({k: v for k, v in found.items() if v is not None}))
 
 
@@ -493,7 +494,7 @@ def _open_columns(
             name_place(error, opened.location, footer.columns)
             opened.denied[column.path] = error
             opened.deks.pop(column.path, None)
-    if table_check is not None and footer.mode is not FooterMode.UNENCRYPTED:
+    if table_check is not None and opened.deks:
         check_column_values(table_check, str(opened.location), footer, opened.deks)
     return dataclasses.replace(opened, refused=refused, not_wanted=not_wanted)
 
