@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from parquet_keytools.config.key_policy import configured_master_key_ids, keys_of_value, resolve_columns
-from parquet_keytools.config.key_values import is_value, placeholders, value_in, values_in_folders
+from parquet_keytools.config.key_values import alike, is_value, placeholders, value_in, values_in_folders
 from parquet_keytools.errors import (
     ConfigurationError,
     KmsUnavailableError,
@@ -211,8 +211,8 @@ class KeysOfValue:
                     continue
                 (placeholder,) = placeholders(template)
                 pattern = table.key_values[placeholder].pattern
-                values = [value_in(self.configuration.master_key_id(template), key) for key in own]
-                if any(value is not None and is_value(pattern, value) for value in values):
+                identifier = self.configuration.master_key_id(template)
+                if any(_can_mean(identifier, pattern, key) for key in own):
                     yield Note(f"the key {template!r} of table {name!r} can mean the same master key")
 
     def _is_shared(self, table_name: str, template: str) -> bool:
@@ -225,6 +225,14 @@ class KeysOfValue:
             for name, table in self.configuration.tables.items()
             if name != self.table_name and any(self._is_shared(name, t) for _, t in table.key_names())
         ]
+
+
+def _can_mean(template: str, pattern: str, master_key_id: str) -> bool:
+    """Return whether a value may give a master key; some KMSs ignore case."""
+    value = value_in(template, master_key_id)
+    if value is not None:
+        return is_value(pattern, value)
+    return value_in(alike(template), alike(master_key_id)) is not None
 
 
 class _Notes:

@@ -296,6 +296,10 @@ def test_another_table_uses_the_master_key(place: Place) -> None:
     other["column_keys"] = {"prod/{region}": ["x"]}
     other["key_values"] = {"region": {"from": "argument", "pattern": "[a-z]+"}}
     refused(place, "can mean the same master key")
+    # Azure ignores case.
+    other["column_keys"] = {"PROD/{region}": ["x"]}
+    refused(place, "can mean the same master key")
+    other["column_keys"] = {"prod/{region}": ["x"]}
     other["key_values"] = {"region": {"from": "argument", "pattern": "eu-[a-z]+"}}
     assert place.erase("--dry-run").exit_code == 0
     # The same template is the same tenant.
