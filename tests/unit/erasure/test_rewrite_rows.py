@@ -1,5 +1,6 @@
 import shutil
 import stat
+import uuid
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -155,6 +156,19 @@ def test_all_that_a_reader_sees_of_the_file_stays(tmp_path: Path) -> None:
     assert after.row_group(1).sorting_columns == before.row_group(1).sorting_columns
     read = tools.read_table(path)
     assert read.equals(table.filter(pc.not_equal(table["d"], 120)))
+
+
+def test_logical_types_that_are_not_read_stay(tmp_path: Path) -> None:
+    case = Case.make(tmp_path, "in_memory", column_keys={"ka": ["a"]})
+    path, plain, tools = case.folder / "x.parquet", tmp_path / "plain.parquet", case.tools()
+    ones = [uuid.UUID(int=number).bytes for number in range(3)]
+    table = pa.table({"a": pa.ExtensionArray.from_storage(pa.uuid(), pa.array(ones, pa.binary(16)))})
+    pq.write_table(table, plain, store_schema=False)
+    tools.encrypt_file(plain, path)
+    before = tools.metadata(path).schema
+    assert rewrite_rows(tools, path, where=f"a = '{uuid.UUID(int=1)}'").succeeded
+    assert tools.metadata(path).schema.equals(before) and tools.metadata(path).num_rows == 2
+    assert str(tools.metadata(path).schema.column(0).logical_type) == str(before.column(0).logical_type)
 
 
 def as_spark_writes(path: Path, at: datetime) -> pa.Table:
