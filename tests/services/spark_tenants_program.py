@@ -81,6 +81,14 @@ def table(spark: Any, tools: Keytools, folder: Path, name: str, options: dict[st
     return "written"
 
 
+def elsewhere(spark: Any, tools: Keytools, folder: Path, name: str, tenant: str) -> str:
+    """Insert into a partition that the catalog has in a folder without the name of the tenant."""
+    place = folder / "elsewhere"
+    spark.sql(f"ALTER TABLE {name} ADD PARTITION (tenant = '{tenant}') LOCATION '{place}'")
+    spark.sql(f"INSERT INTO {name} PARTITION (tenant = '{tenant}') SELECT 'a@canary', 9")
+    return "written"
+
+
 def stream(spark: Any, tools: Keytools, folder: Path, name: str, options: dict[str, Any]) -> str:
     """Write the rows of a stream."""
     frame = frame_of(spark, options["tenants"])
@@ -115,4 +123,11 @@ def kill(spark: Any, tools: Keytools, folder: Path) -> int:
     return len(counts)
 
 
-CALLS: dict[str, Any] = {"kill": kill, "write": write, "read": read, "table": table, "stream": stream}
+CALLS: dict[str, Any] = {
+    "elsewhere": elsewhere,
+    "kill": kill,
+    "write": write,
+    "read": read,
+    "table": table,
+    "stream": stream,
+}

@@ -185,6 +185,7 @@ def writes(lake: Lake) -> dict[str, Any]:
         "given": ("write", "given", given),
         "read given": ("read", "given", {"table": "given"}),
         "table": ("table", "catalog", {"tenants": ["t01", "t02"], "insert": ["t02", "t03"]}),
+        "elsewhere": ("elsewhere", "catalog", "t05"),
         "stream": ("stream", "streamed", {"tenants": ["t01", "t02"]}),
         "read stream": ("read", "streamed", {}),
         "overwritten before": ("write", "overwritten", {"tenants": ["t01"]}),
@@ -212,6 +213,7 @@ def test_other_ways_to_write(lake: Lake, writes: dict[str, Any]) -> None:
         assert_under_own_keys(lake, name)
     assert {email_key_of(lake, path) for path in files_of(lake.folder / "static")} == {"prod/t03"}
     assert {email_key_of(lake, path) for path in files_of(lake.folder / "given")} == {"prod/t07"}
+    assert "has no value of tenant" in writes["elsewhere"] and not files_of(lake.folder / "elsewhere")
     assert writes["read given"] == [["t07", 4]]
     assert writes["read stream"] == [["t01", 4], ["t02", 4]]
     assert lake.tools.read_table(lake.folder / "given", table_name="given").num_rows == 4
