@@ -3,9 +3,9 @@
     python benchmarks/tenants.py [--tenants 1000] [--files 10] [--backends keystore vault aws]
 
 Writes files of each tenant into a folder of its own, reads all, verifies all, rotates the master key of each
-tenant in the KMS, and re-wraps all keys. Each step has caches of its own, as a new process has. vault is a real
-OpenBao server; aws is moto, which shows no versions of keys, so that every key is re-wrapped. "keys" is what
-the KMS client had to do, and "calls" are requests to the server.
+tenant in the KMS, and re-wraps all keys. Then it erases one tenant, and reads all others. Each step has caches of
+its own, as a new process has. vault is a real OpenBao server; aws is moto, which shows no versions of keys, so
+that every key is re-wrapped. "keys" is what the KMS client had to do, and "calls" are requests to the server.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -28,6 +30,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from parquet_keytools import Keytools, parse_configuration
+from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_text
 from parquet_keytools.kms.registry import make_client
@@ -91,6 +94,7 @@ def aws(names: list[str]) -> Iterator[Kms]:
         for name in names:
             key_id = client.create_key()["KeyMetadata"]["KeyId"]
             client.create_alias(AliasName=f"alias/{name}", TargetKeyId=key_id)
+        os.environ["AWS_ENDPOINT_URL_STS"] = url
         settings = {"type": "aws", "region": "eu-west-1", "endpoint_url": url}
         yield Kms({**settings, "access_key_id": "a", "secret_access_key": "b"}, "alias/", None)
 
@@ -152,11 +156,28 @@ def report(backend: str, tenants: int, files: int) -> None:
         def rotate(tools: Keytools) -> None:
             tools.rotate(folder)
 
+        def erase(tools: Keytools) -> None:
+            erasure = tools.erasure(folder, {"tenant": values[0]})
+            plan = erasure.plan()
+            if not erasure.run(plan).proof.obtained or len(plan.files) != files:
+                raise RuntimeError("the erasure is not proven")
+
+        def read_others(tools: Keytools) -> None:
+            erased = f"{folder}/tenant={values[0]}"
+            try:
+                tools.read_table(erased)
+            except KeytoolsError:
+                shutil.rmtree(erased)
+            if tools.read_table(folder).num_rows != (tenants - 1) * files:
+                raise RuntimeError("the erased rows can be read, or others are missing")
+
         steps = {
             "write": write,
             "read": read,
             "verify": lambda tools: tools.verify_folder(folder),
             "rotate": rotate,
+            "erase one": erase,
+            "read all others": read_others,
         }
         for name, step in steps.items():
             if name == "rotate" and kms.rotate is not None:
