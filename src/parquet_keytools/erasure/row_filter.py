@@ -32,6 +32,15 @@ _GRAMMAR = (
     "A filter is COLUMN OPERATOR LITERAL, joined by AND. Operators: =, !=, <, <=, >, >=, IN (...), IS NULL, "
     "IS NOT NULL. Texts, dates and timestamps stand in single quotes; other names of columns in double quotes."
 )
+
+
+def _is_in(values: Any, literals: pa.Array) -> Any:
+    if pa.types.is_floating(literals.type):
+        # As for `=`, -0.0 is 0.0: pyarrow's function compares bits.
+        values, literals = (pc.if_else(pc.equal(each, 0.0), 0.0, each) for each in (values, literals))
+    return pc.if_else(pc.is_valid(values), pc.is_in(values, literals), None)
+
+
 _COMPARE: Mapping[str, Callable[..., Any]] = {
     "=": pc.equal,
     "!=": pc.not_equal,
@@ -40,7 +49,7 @@ _COMPARE: Mapping[str, Callable[..., Any]] = {
     "<=": pc.less_equal,
     ">": pc.greater,
     ">=": pc.greater_equal,
-    "IN": lambda values, literals: pc.if_else(pc.is_valid(values), pc.is_in(values, literals), None),
+    "IN": _is_in,
     "IS NULL": lambda values, _: pc.is_null(values),
     "IS NOT NULL": lambda values, _: pc.is_valid(values),
 }
