@@ -324,6 +324,8 @@ def _unless_changed(location: FileLocation, tail: Tail) -> Iterator[None]:
         yield
     except StorageFailedError:
         raise
+    except pa.ArrowNotImplementedError as error:
+        raise OutputError(f"{location} has a type that pyarrow cannot filter: {error}", hint=_LATER) from None
     except (KeytoolsError, OSError):
         check_unchanged(location, tail)
         raise

@@ -271,6 +271,24 @@ def test_files_that_cannot_be_read_fail_and_others_are_done(tmp_path: Path) -> N
         case.tools().erase_rows(case.folder / "plain.parquet", where="a = 1")
 
 
+@pytest.mark.parametrize(
+    ("column", "where"),
+    [(pa.array([1, 2], pa.float16()), "c = 1"), (pa.array(["x", "y"], pa.string_view()), "c IN ('x', 'z')")],
+)
+def test_types_that_pyarrow_cannot_filter_fail_and_others_are_done(
+    tmp_path: Path, column: pa.Array, where: str
+) -> None:
+    case = Case.make(tmp_path, "in_memory", column_keys={"ka": ["c"]}, unlisted_columns="footer_key")
+    tools = case.tools()
+    tools.write_table(pa.table({"c": column}), case.folder / "b.parquet")
+    kind = pa.float64() if pa.types.is_floating(column.type) else pa.string()
+    for name in ("a.parquet", "c.parquet"):
+        tools.write_table(pa.table({"c": column.cast(kind)}), case.folder / name)
+    report = tools.erase_rows(case.folder, where=where)
+    assert report.counts == {Outcome.ROWS_REMOVED: 2, Outcome.FAILED: 1}
+    assert [(Path(file.path).name, file.error_class) for file in report.failures] == [("b.parquet", "OutputError")]
+
+
 @pytest.mark.parametrize("where", ["a = 'x'", "aa = 1", "a = 1 OR b = 'x'", "p = 1"])
 def test_a_filter_that_does_not_fit_changes_nothing(tmp_path: Path, where: str) -> None:
     case = Case.make(tmp_path, "in_memory")
