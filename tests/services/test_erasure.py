@@ -251,3 +251,17 @@ def test_an_alias_that_means_the_key_of_the_tenant(cloud: Cloud, tmp_path: Path)
     assert done.exit_code == 1, done.output
     assert any("is the same master key" in problem["text"] for problem in json.loads(done.stdout)["problems"])
     assert cloud.state("acme") == "Enabled"
+
+
+def test_a_moved_alias_is_not_the_key_of_the_files(cloud: Cloud, tmp_path: Path) -> None:
+    with Keytools.from_mapping(cloud.document) as tools:
+        tools.write_dataset(DATA, cloud.path, partitioning=["tenant"], filesystem=cloud.filesystem)
+    alias = f"alias/{cloud.bucket}/acme"
+    cloud.arns["new"] = cloud.kms.create_key()["KeyMetadata"]["Arn"]
+    cloud.kms.delete_alias(AliasName=alias)
+    cloud.kms.create_alias(AliasName=alias, TargetKeyId=cloud.arns["new"])
+    config = write_config(tmp_path, cloud.document)
+    done = erase(config, cloud.uri, "--yes", "acme")
+    assert done.exit_code == 1, done.output
+    assert any("does not unwrap" in problem["text"] for problem in json.loads(done.stdout)["problems"])
+    assert (cloud.state("acme"), cloud.state("new")) == ("Enabled", "Enabled")

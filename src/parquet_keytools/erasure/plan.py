@@ -1,6 +1,6 @@
 """Which files and columns are under the master keys of a value, and what speaks against deleting these keys.
 
-Authentic footers name the keys, so the inventory unwraps nothing with them, and is the same after the deletion.
+Authentic footers name the keys, so the inventory needs none of them, and is the same after the deletion.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from parquet_keytools import audit
 from parquet_keytools.config.key_policy import configured_master_key_ids, keys_of_value, resolve_columns
 from parquet_keytools.config.key_values import alike, is_value, placeholders, value_in, values_in_folders
 from parquet_keytools.errors import (
     ConfigurationError,
+    KmsError,
     KmsUnavailableError,
     MasterKeyDisabledError,
     MasterKeyNotFoundError,
@@ -279,7 +281,8 @@ class _Planner:
         self._inventory = Inventory(service, prefix_of(service, keys.table_name, None))
         self._problems, self._not_reached = _Notes(), _Notes()
         self._files: list[ErasedFile] = []
-        self._wrapped: dict[UnwrapRequest, None] = {}
+        # Wrapped key -> the first file with it.
+        self._wrapped: dict[UnwrapRequest, str] = {}
         for conflict in keys.conflicts() if not self._is_gone else ():
             self._problems.add(conflict.text)
 
@@ -294,6 +297,24 @@ class _Planner:
             on_file(file)
         if self._location.is_in_s3:
             self._look_at_versions(on_file)
+        if not self._is_gone:
+            self._unwrap_all()
+
+    def _unwrap_all(self) -> None:
+        """Forbid the deletion if other master keys wrapped some keys, such as before an alias was moved.
+
+        They would stay readable, and a deleted key unwraps nothing in any case: that would be no proof.
+        """
+        kms, wanted = self._keys.kms, tuple(self._wrapped)
+        kms.trust_also({request.master_key_id for request in wanted})
+        with audit.about(self._location):
+            answers = kms.unwrap_many(wanted)
+        for request, answer in zip(wanted, answers, strict=True):
+            if isinstance(answer, KmsUnavailableError):
+                raise answer
+            if isinstance(answer, KmsError) and not isinstance(answer, GONE):
+                text = f"{request.master_key_id!r} does not unwrap keys of some files: {answer.summary}"
+                self._problems.add(text, self._wrapped[request])
 
     def _look_at_versions(self, on_file: OnFile) -> None:
         from parquet_keytools.erasure.s3_versions import OlderVersion, older_versions
@@ -396,7 +417,7 @@ class _Planner:
             names = (name, *file.footer_key_columns) if use.is_footer else (name,)
             columns += [ErasedColumn(name, own, use.version) for name in names]
             if use.wrapped_key is not None and use.master_key_id is not None:
-                self._wrapped[UnwrapRequest(use.wrapped_key, use.master_key_id)] = None
+                self._wrapped.setdefault(UnwrapRequest(use.wrapped_key, use.master_key_id), path)
         assert file.size_bytes is not None and file.footer_sha256 is not None
         authenticated = file.unknown is None
         self._files.append(

@@ -318,6 +318,15 @@ def test_a_file_that_cannot_be_checked_may_need_the_key(place: Place) -> None:
     assert place.read("bolt") == ["b@x"]
 
 
+def test_another_master_key_of_the_same_name_wrapped_the_keys(place: Place) -> None:
+    backup = place.keystore.path.read_bytes()
+    place.keystore.destroy_key("prod/acme")
+    place.keystore.create_key("prod/acme")
+    refused(place, "'prod/acme' does not unwrap keys of some files")
+    place.keystore.path.write_bytes(backup)
+    assert place.read("acme") == ["a@x"]
+
+
 def test_wrong_values(place: Place) -> None:
     assert place.erase("--yes", "zeta", tenant="zeta").exit_code == 2, "the KMS has no such key"
     assert place.erase("--yes", "ACME", tenant="ACME").exit_code == 2, "the pattern refuses it"
