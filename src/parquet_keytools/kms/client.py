@@ -619,6 +619,13 @@ class KmsClient(ABC):
         """Return the unique name of a master key; a KMS with aliases overrides this."""
         return master_key_id
 
+    def _place(self) -> str:
+        """Return where the names that `_identity` returns are unique, so that two clients of one KMS are known.
+
+        Empty if they are unique everywhere.
+        """
+        return str(id(self))
+
     def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
         """Delete a master key as far as it is not deleted, and return its state. May be called several times."""
         raise KmsConfigurationError(_KEEPS_KEYS, hint=_KEEPS_KEYS_HINT)

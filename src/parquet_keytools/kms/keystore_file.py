@@ -712,6 +712,9 @@ class KeystoreKms(KmsClient):
     def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
         self._keystore.create_key(master_key_id)
 
+    def _place(self) -> str:
+        return os.path.realpath(self._keystore.path)
+
     def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
         if master_key_id in self._keystore.open().master_keys:
             self._keystore.destroy_key(master_key_id)

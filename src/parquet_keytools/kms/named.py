@@ -309,13 +309,15 @@ class NamedKmss(KmsClient):
         return client.wrapped_key_version(wrapped_key, within)
 
     def identity(self, master_key_id: str) -> str | None:
-        """Return the unique name of a master key, with the name of its KMS; None where the KMS does not say."""
+        """Return the unique name of a master key, with the first name of its KMS; None if the KMS does not say."""
         try:
             name, within = self._split(master_key_id)
         except KmsError:
             return None
         found = None if self._why_not_now(name) is not None else self._clients[name].identity(within)
-        return None if found is None else with_name(name, found)
+        places = {other: (client.backend, client._place()) for other, client in self._clients.items()}
+        first = next(other for other in places if places[other] == places[name])
+        return None if found is None else with_name(first, found)
 
     def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
         """Return whether both master keys are in one KMS that re-wraps."""

@@ -349,6 +349,9 @@ class AwsKms(RemoteKmsClient):
             return f"profile {self._settings.profile}"
         return "access key" if self._settings.access_key_id is not None else "default credentials"
 
+    def _place(self) -> str:
+        return ""
+
     def _identity(self, master_key_id: str) -> str:
         arn = KmsArn.parse(master_key_id)
         if arn is not None and arn.kind == "key":

@@ -233,6 +233,9 @@ class AzureKms(RemoteKmsClient):
         )
         return CallerIdentity(name, "the access token of Entra ID") if name else super()._caller_identity()
 
+    def _place(self) -> str:
+        return ""
+
     def _identity(self, master_key_id: str) -> str:
         return f"{self.settings.vault_url}/keys/{self._name(master_key_id).lower()}"
 

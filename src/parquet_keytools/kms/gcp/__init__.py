@@ -265,6 +265,9 @@ class GcpKms(RemoteKmsClient):
     def _server(self) -> str:
         return self.settings.endpoint if self._client is None else self._client.api_endpoint
 
+    def _place(self) -> str:
+        return ""
+
     def _identity(self, master_key_id: str) -> str:
         return self._key_name(master_key_id)
 

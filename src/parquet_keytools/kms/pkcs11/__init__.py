@@ -213,6 +213,9 @@ class Pkcs11Kms(RemoteKmsClient):
     def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
         self.create_key(master_key_id)
 
+    def _place(self) -> str:
+        return self._server()
+
     def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
         with suppress(MasterKeyNotFoundError), self._session("update", master_key_id) as session:
             for version in _versions(session, master_key_id).values():

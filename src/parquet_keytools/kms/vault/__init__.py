@@ -158,6 +158,9 @@ class VaultKms(RemoteKmsClient):
         read = partial(self._read_key, master_key_id)
         return self._operation("describe").call(master_key_id, read).created
 
+    def _place(self) -> str:
+        return f"{self._server()}, {self.settings.mount_point}"
+
     def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
         path = f"/v1/{self.settings.mount_point}/keys/{master_key_id}"
 
