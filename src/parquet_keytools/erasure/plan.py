@@ -209,12 +209,13 @@ class KeysOfValue:
                 yield Note(f"the KMS does not say whether {literal!r} is the same master key")
         for name, table in self.configuration.tables.items():
             for template in dict.fromkeys(template for _, template in table.key_names()):
-                if not placeholders(template) or self._is_shared(name, template):
+                if not placeholders(template):
                     continue
                 (placeholder,) = placeholders(template)
                 pattern = table.key_values[placeholder].pattern
-                identifier = self.configuration.master_key_id(template)
-                if any(_can_mean(identifier, pattern, key) for key in own):
+                identifier, is_shared = self.configuration.master_key_id(template), self._is_shared(name, template)
+                others = [key for key in own if not (is_shared and value_in(identifier, key) == self.value)]
+                if any(_can_mean(identifier, pattern, key) for key in others):
                     yield Note(f"the key {template!r} of table {name!r} can mean the same master key")
 
     def _is_shared(self, table_name: str, template: str) -> bool:
