@@ -40,6 +40,9 @@ from parquet_keytools.runtime.presentation import printable
 if TYPE_CHECKING:
     from parquet_keytools.erasure.certificate import Certificate
     from parquet_keytools.erasure.plan import ErasedKey, Note, Plan
+    from parquet_keytools.storage.locations import FileLocation
+
+_MOST_CERTIFICATE_BYTES = 512 << 20
 
 WhereOption = Annotated[
     str,
@@ -123,6 +126,9 @@ def erase_command(
     if status + cancel + dry_run > 1:
         raise typer.BadParameter("give one of --dry-run, --status and --cancel.", param_hint="--status")
     location = locations_of(paths, "PATH")
+    # The keys and the data of others would be lost, too.
+    if overwrite and certificate is not None and not _is_certificate(location_of(certificate, "--certificate")):
+        raise typer.BadParameter("it exists, and is not a certificate.", param_hint="--certificate")
     target = None if certificate is None else location_of(certificate, "--certificate")
     with contextlib.ExitStack() as stack:
         keytools = stack.enter_context(open_keytools(config))
@@ -153,6 +159,19 @@ def erase_command(
             pending.commit()
             say(f"The certificate is in {target}.")
     _show_certificate(made)
+
+
+def _is_certificate(target: FileLocation) -> bool:
+    """Return whether a file is a certificate, or does not exist."""
+    from parquet_keytools.erasure.certificate import FORMAT
+    from parquet_keytools.storage.sources import read_whole
+
+    if not target.is_file():
+        return True
+    try:
+        return bool(json.loads(read_whole(target, _MOST_CERTIFICATE_BYTES))["format"] == FORMAT)
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _confirm(plan: Plan, yes: str | None) -> None:

@@ -318,6 +318,43 @@ def test_a_file_that_cannot_be_checked_may_need_the_key(place: Place) -> None:
     assert place.read("bolt") == ["b@x"]
 
 
+def test_two_templates_give_one_key_to_two_values(place: Place) -> None:
+    place.document["master_keys"] = {"tenant-{tenant}": "prod/{tenant}", "note-{tenant}": "prod/bo{tenant}"}
+    place.table["column_keys"] = {"tenant-{tenant}": ["email"], "note-{tenant}": ["note"]}
+    place.keystore.create_key("prod/bobolt")
+    # The key of the notes of `lt`, whose files may lie elsewhere.
+    done = place.erase("--yes", "bolt", tenant="bolt")
+    assert done.exit_code == 1 and "'note-{tenant}' of table 'events' can mean the same" in done.stdout
+    assert place.keys() >= ALL_KEYS
+
+
+@pytest.mark.parametrize("name", ["keystore.json", "events/tenant=bolt/part-0.parquet", "keytools.yaml"])
+def test_only_a_certificate_is_replaced_by_a_certificate(place: Place, name: str) -> None:
+    before = (place.folder / name).read_bytes()
+    arguments = ("--yes", "acme", "--overwrite", "--certificate")
+    done = place.erase(*arguments, str(place.folder / name))
+    assert done.exit_code == 2 and "not a certificate" in done.stderr
+    assert (place.folder / name).read_bytes() == before and place.keys() == ALL_KEYS
+    for _ in range(2):
+        assert place.erase(*arguments, str(place.certificate)).exit_code == 0
+
+
+def test_a_kms_has_two_names(place: Place) -> None:
+    kms = place.document["kms"]
+    place.document["kms"] = {"one": kms, "two": kms | {"path": "./keystore.json"}}
+    of_tenants, footer = {"kms": "one", "id": "prod/{tenant}"}, {"kms": "one", "id": "footer"}
+    place.document["master_keys"] = {"tenant-{tenant}": of_tenants, "footer": footer}
+    used = {"two::prod/acme": ["email"], "footer": ["note"]}
+    other = {"footer_key": "footer", "column_keys": used, "plaintext_columns": ["day", "tenant"]}
+    place.document["tables"]["other"] = other
+    refused(place, "'two::prod/acme', which is the same master key")
+    with place.tools() as tools:
+        path = place.data / "tenant=bolt" / "b.parquet"
+        tools.write_table(DATA, path, table_name="other")
+    del place.document["tables"]["other"]
+    refused(place, "files of another tenant are under the same master key")
+
+
 def test_another_master_key_of_the_same_name_wrapped_the_keys(place: Place) -> None:
     backup = place.keystore.path.read_bytes()
     place.keystore.destroy_key("prod/acme")
