@@ -169,7 +169,11 @@ def _files_of(target: FileLocation, about: dict[str, Any]) -> dict[str, dict[str
     try:
         document = json.loads(read_whole(target, _MOST_RECORD_BYTES))
         is_same = all(document[name] == about[name] for name in ("path", "table", "where"))
-        if is_same and (document["format"], document["version"]) == (_FORMAT, _VERSION):
+        is_same = is_same and (document["format"], document["version"]) == (_FORMAT, _VERSION)
+        if is_same and document["dry_run"]:
+            # It removed nothing, so rows that are gone now were removed by something else.
+            return {}
+        if is_same and not about["dry_run"]:
             return {file["path"]: file for file in document["files"] if file["rows_removed"]}
     except (ValueError, KeyError, TypeError):
         pass

@@ -140,6 +140,21 @@ def test_the_record_of_a_killed_run_is_continued(run, keystore_case, tmp_path: P
     assert done.exit_code == 2 and "not the record of this erasure" in done.stderr
 
 
+def test_a_dry_run_is_no_run_that_removed_rows(run, keystore_case, tmp_path: Path) -> None:
+    case, record = keystore_case(), tmp_path / "record.json"
+    arguments = ("erase", case.data, "--config", case.config, *WHERE)
+    assert run(*arguments, "--record", record, "--dry-run").exit_code == 0
+    assert run(*arguments).exit_code == 0
+    assert run(*arguments, "--record", record).exit_code == 0
+    document = json.loads(record.read_text())
+    assert not document["dry_run"]
+    found = {(file["outcome"], file["rows_removed"]) for file in document["files"]}
+    assert found == {("without matching rows", 0)}
+    # A dry run does not replace the record of a run.
+    before = record.read_bytes()
+    assert run(*arguments, "--record", record, "--dry-run").exit_code == 2 and record.read_bytes() == before
+
+
 def test_many_small_files_in_processes(run, keystore_case, table) -> None:
     case = keystore_case()
     with Keytools.from_yaml(case.config) as keytools:
