@@ -544,6 +544,10 @@ class KmsClient(ABC):
         found = self._outcome("describe", master_key_id, self._identity, master_key_id)
         return None if isinstance(found, KmsError) else found
 
+    def place(self) -> str:
+        """Return what is the same for all clients of one KMS, as far as that is known."""
+        return f"{self.backend}, {self._place()}"
+
     def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
         """Return whether the KMS itself can re-wrap a key; if not, rotations make new KEKs instead."""
         return True

@@ -315,7 +315,7 @@ class NamedKmss(KmsClient):
         except KmsError:
             return None
         found = None if self._why_not_now(name) is not None else self._clients[name].identity(within)
-        places = {other: (client.backend, client._place()) for other, client in self._clients.items()}
+        places = {other: client.place() for other, client in self._clients.items()}
         first = next(other for other in places if places[other] == places[name])
         return None if found is None else with_name(first, found)
 
