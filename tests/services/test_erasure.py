@@ -202,10 +202,15 @@ def test_a_tenant_in_aws_with_older_versions_of_its_files(cloud: Cloud, tmp_path
         assert erase(config, cloud.uri, "--status").exit_code == 0
         again = erase(config, cloud.uri, "--yes", "acme")
         assert again.exit_code == 0 and json.loads(again.stdout)["files"] == made["files"]
+        other = tools.erasure(cloud.path, {"tenant": "acme"}, filesystem=cloud.filesystem)
+        plan = other.plan()
         back = erase(config, cloud.uri, "--cancel")
         assert back.exit_code == 0 and "enable it" in back.stderr, back.output
         cloud.kms.enable_key(KeyId=cloud.arns["acme"].rpartition("/")[2])
         assert emails(tools, cloud.path, "acme", filesystem=cloud.filesystem) == ["a@x"]
+        # A run whose plan is from before the cancellation asks again.
+        late = other.run(plan, waiting_days=7)
+        assert late.proof.obtained and late.requested_at and cloud.state("acme") == "PendingDeletion"
 
 
 def test_an_older_version_of_another_tenant_is_under_the_key(cloud: Cloud, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def erase_rows(
             )
         finally:
             if kept.rows_removed:
-                answer(f"{number_of(kept.rows_removed, 'row')} {'would be' if dry_run else 'were'} removed.")
+                answer(f"{'To remove' if dry_run else 'Removed'}: {number_of(kept.rows_removed, 'row')}.")
                 answer(f"Not covered: {'; '.join(NOT_COVERED)}.")
 
 
@@ -135,7 +135,10 @@ class _Record:
             entry = to_dict(file)
             earlier = self._earlier.get(file.path)
             self.rows_removed += entry.get("rows_removed", 0)
-            if earlier is not None and entry.get("rows_removed") == 0:
+            if earlier is not None and entry.get("error") is not None:
+                # What an interrupted run found, and perhaps replaced, stays for the run that succeeds.
+                entry = {**earlier, **{name: entry[name] for name in ("outcome", "error", "message")}}
+            elif earlier is not None and entry.get("rows_removed") == 0:
                 # An interrupted run removed them.
                 entry = {**entry, **earlier, "outcome": "rewritten without rows", "after": entry["before"]}
             names = "path", "outcome", "rows", "rows_removed", "before", "after", "error", "message"

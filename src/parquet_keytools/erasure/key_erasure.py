@@ -111,6 +111,9 @@ class Erasure:
         with audit.about(self._location):
             for key in plan.keys:
                 deletion = key.deletion
+                if deletion.is_gone:
+                    # It may have been cancelled since the plan was made.
+                    deletion = kms.key_deletion_state(deletion.key)
                 if not deletion.is_gone:
                     requested[key.master_key_id] = _now()
                     # Not by an alias, which may name another key by now.

@@ -15,7 +15,7 @@ def test_rows_of_a_folder(run, keystore_case, tmp_path: Path) -> None:
     case, record = keystore_case(), tmp_path / "record.json"
     done = run("erase", case.data, "--config", case.config, *WHERE, "--record", record)
     assert done.exit_code == 0, done.stderr
-    assert "2 files: 2 rewritten without rows" in done.stdout and "4 rows were removed" in done.stdout
+    assert "2 files: 2 rewritten without rows" in done.stdout and "Removed: 4 rows." in done.stdout
     assert "Not covered: backups, snapshots and older versions of objects" in done.stdout
     with Keytools.from_yaml(case.config) as keytools:
         assert all(keytools.read_table(path).num_rows == 98 for path in case.files)
@@ -51,7 +51,7 @@ def test_a_dry_run_and_json(run, keystore_case, tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert document["dry_run"] and document["complete"] and document["counts"] == {"with matching rows": 2}
     assert [file["rows_removed"] for file in document["files"]] == [2, 2]
-    assert "4 rows would be removed" in done.stderr
+    assert "To remove: 4 rows." in done.stderr
     recorded = json.loads(record.read_text())
     assert recorded["dry_run"] and [file["after"] for file in recorded["files"]] == [None, None]
 
@@ -128,8 +128,14 @@ def test_the_record_of_a_killed_run_is_continued(run, keystore_case, tmp_path: P
     record.write_bytes(planned[0])
     plan = json.loads(planned[0])
     assert not plan["complete"] and {file["outcome"] for file in plan["files"]} == {"with matching rows"}
+    # The next run removes the other file's rows, and finds the first file damaged for a while.
+    first = Path(done_files[0].path)
+    content = first.read_bytes()
+    first.write_bytes(b"PAR1 and no more PAR1")
     done = run(*arguments)
-    assert done.exit_code == 0 and "2 rows were removed" in done.stdout
+    assert done.exit_code == 1 and "Removed: 2 rows." in done.output
+    first.write_bytes(content)
+    assert run(*arguments).exit_code == 0
     document = json.loads(record.read_text())
     assert document["complete"]
     for file, was in zip(document["files"], plan["files"], strict=True):
