@@ -1,4 +1,4 @@
-"""`parquet-keytools erase`: the end of the master keys of one tenant, with a certificate."""
+"""`parquet-keytools erase`: deletes the master keys of one tenant, and writes a certificate."""
 
 # Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
@@ -58,7 +58,9 @@ DryRunOption = Annotated[
 ]
 YesOption = Annotated[
     str | None,
-    typer.Option("--yes", metavar="VALUE", help="Do not ask for the value; for scripts, which must repeat it."),
+    typer.Option(
+        "--yes", metavar="VALUE", help="The value again, so that the command does not ask for it; for scripts."
+    ),
 ]
 WaitingDaysOption = Annotated[
     int | None,
@@ -105,8 +107,8 @@ def erase_command(
     them. Asks for the value, deletes the keys in the KMS at once or after its waiting period, proves that the KMS
     no longer unwraps with them, and writes a certificate. After an interrupted run, repeat the command.
 
-    With --rewrite, where other data is under the same master keys: replaces each file that has matching rows by
-    one without them.
+    With --rewrite, for data that shares its master keys with other data: replaces each file that has matching rows
+    by a file without them.
     """
     if rewrite:
         if any((yes, waiting_days, certificate, overwrite, ignore_skipped, status, cancel)):

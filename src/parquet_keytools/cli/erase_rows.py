@@ -1,4 +1,4 @@
-"""`parquet-keytools erase --rewrite`: rows removed from files, and the record of it."""
+"""`parquet-keytools erase --rewrite`: removes rows from files, and records what was removed."""
 
 # Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _Record:
             self._files[file.path] = {name: entry.get(name) for name in names}
 
     def write(self, *, complete: bool) -> None:
-        """Write the record, if it is wanted and there is something to record."""
+        """Write the record, if one is wanted and there is something to record."""
         from parquet_keytools.erasure.rewrite import NOT_COVERED
         from parquet_keytools.storage.outputs import write_whole
 

@@ -92,11 +92,12 @@ class Certificate:
             when = self.requested_at.get(key.master_key_id)
             yield f"  its deletion was requested at {when}" if when else "  it was gone before this run"
         columns = sorted({column.column for file in plan.files for column in file.columns})
-        yield f"Erased: {len(columns):,} columns in {len(plan.files):,} files and older versions: {_some(columns)}"
+        yield f"Erased columns: {_some(columns)}"
+        yield f"  files and older versions with them: {len(plan.files):,}"
         proof = self.proof
         counts = ", ".join(f"{name}: {number:,}" for name, number in proof.outcomes.items())
         if proof.obtained:
-            yield f"Proof: at {proof.at}, the KMS refused all {proof.wrapped_keys:,} wrapped keys ({counts})"
+            yield f"Proof: at {proof.at}, the KMS refused each wrapped key that was tried ({counts})"
         else:
             yield f"Proof NOT obtained: {proof.reason}"
         yield "Not reached by this erasure:"
@@ -115,7 +116,7 @@ def state_text(key: ErasedKey) -> str:
     if found.state == "scheduled":
         when = f" on {found.deletes_at:%Y-%m-%d %H:%M} UTC" if found.deletes_at else ""
         return f"it unwraps nothing, and the KMS deletes it{when}; until then the deletion can be cancelled"
-    texts = {"deleted": "the KMS has no such key, which cannot be cancelled", "disabled": "disabled, not deleted"}
+    texts = {"deleted": "the KMS has no such key; this cannot be cancelled", "disabled": "disabled, not deleted"}
     return texts.get(found.state, "usable")
 
 

@@ -1,6 +1,6 @@
-"""The end of the master keys of a value: plan, deletion, proof and certificate.
+"""Deletes the master keys of a value: plan, deletion, proof and certificate.
 
-A killed run continues when it is repeated: what is done shows in the KMS.
+After an interruption, repeat the run: the KMS shows what is done.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 class Erasure:
-    """Erases the data of one value, such as `tenant=acme`, by the end of its master keys.
+    """Erases the data of one value, such as `tenant=acme`, by deleting its master keys.
 
     Made by `Keytools.erasure`.
     """
@@ -89,7 +89,7 @@ class Erasure:
         return make_plan(self._service, self._keys, self._location, ignore_skipped=ignore_skipped, on_file=on_file)
 
     def run(self, plan: Plan, *, waiting_days: int | None = None) -> Certificate:
-        """Delete the master keys, or schedule it, and prove that the KMS unwraps nothing with them.
+        """Delete the master keys, or schedule their deletion, and prove that the KMS unwraps nothing with them.
 
         Args:
             plan: What `plan` returned.
@@ -102,7 +102,8 @@ class Erasure:
         if plan.problems:
             texts = "; ".join(note.text for note in plan.problems[:_MOST_NAMED])
             raise ErasureRefusedError(
-                f"nothing was erased: {texts}.", hint="`problems` of the plan has the files, as `erase --dry-run`."
+                f"nothing was erased: {texts}.",
+                hint="`erase --dry-run` lists the files; in Python, `problems` of the plan has them.",
             )
         kms, started, first = self._keys.kms, datetime.now(UTC), plan.keys[0].master_key_id
         caller = kms.caller_identity(first)
@@ -144,7 +145,7 @@ class Erasure:
             kms.trust_also({request.master_key_id for request in wanted})
             pause, end = 1.0, time.monotonic() + _PATIENCE_SECONDS
             while True:
-                # The key itself is forgotten at once.
+                # Unwrapped keys are dropped at once.
                 answers = [a if isinstance(a, KmsError) else None for a in kms.unwrap_many(wanted)]
                 if None not in answers or time.monotonic() + pause > end:
                     break

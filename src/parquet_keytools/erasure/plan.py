@@ -1,4 +1,4 @@
-"""Which files and columns are under the master keys of a value, and what speaks against deleting these keys.
+"""Which files and columns are under the master keys of a value, and what forbids the deletion of these keys.
 
 Authentic footers name the keys, so the inventory needs none of them, and is the same after the deletion.
 """
@@ -77,7 +77,7 @@ class ErasedFile:
 
     Attributes:
         path: The file.
-        version_id: Of an older version in a versioned bucket; None for the file as it is.
+        version_id: Identifier of an older version in a versioned bucket; None for the file as it is now.
         size_bytes: Its length.
         footer_sha256: SHA-256, in hexadecimal, of the bytes from the footer's start to the end of the file.
         footer_authenticated: Whether the footer was authenticated: not if it is under a key that is gone.
@@ -94,7 +94,7 @@ class ErasedFile:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that forbids the deletion, or that it does not reach.
+    """Something that forbids the deletion, or that the deletion does not reach.
 
     Attributes:
         text: What.
@@ -107,7 +107,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the end of the master keys of a value erases.
+    """What the deletion of the master keys of a value erases.
 
     Attributes:
         table: Name of the table.
@@ -239,7 +239,7 @@ def _can_mean(template: str, pattern: str, master_key_id: str) -> bool:
 
 
 class _Notes:
-    """Notes in the making: equal texts are one."""
+    """Collects notes; notes with the same text become one."""
 
     def __init__(self) -> None:
         self._examples: dict[str, dict[str, None]] = {}
@@ -343,7 +343,7 @@ class _Planner:
         if file.unknown is not None and not self._is_expected(file, under):
             if isinstance(file.unknown, KmsUnavailableError):
                 raise file.unknown
-            text = f"which keys some files need is unknown: {type(file.unknown).__name__}"
+            text = f"the keys that some files need are unknown: {type(file.unknown).__name__}"
             problems.add(text, f"{path}: {str(file.unknown).removeprefix(f'{file.path}: ')}")
             return
         for use in file.uses if not self._is_gone else ():
@@ -383,7 +383,7 @@ class _Planner:
         return isinstance(file.unknown, GONE) and any(use.is_footer and own in gone for use, own in under)
 
     def _check_columns(self, file: FileKeyUses, under: Sequence[tuple[UsedKey, str]], path: str) -> None:
-        """Look for columns that the table has under these keys, and the file has not."""
+        """Look for columns that should be under these keys according to the table, and are not in the file."""
         keys, templates = self._keys, self._keys.ids
         covered = {use.column for use, _ in under}
         if any(use.is_footer for use, _ in under):
@@ -438,11 +438,11 @@ class _Planner:
                 "files of other tables under the same keys are erased, too, and not listed", name
             )
         used = {column.master_key_id for file in self._files for column in file.columns}
-        # A template may have been used before this tenant came, or after: not every one has a key.
+        # A template may be newer or older than this tenant, so not every template has a key.
         states = [k for k in self._states if k.deletion.state != "deleted" or k.master_key_id in used]
         for key in states:
             if key.deletion.state == "deleted":
-                text = "the deletion itself, which the log of the KMS shows: there was no such key before this run"
+                text = "the deletion itself, which the log of the KMS shows: the key was gone before this run"
                 self._not_reached.add(text, key.master_key_id)
         for text in _never_reached(keys):
             self._not_reached.add(text)
@@ -470,4 +470,4 @@ def _never_reached(keys: KeysOfValue) -> Iterator[str]:
     yield f"keys that running processes have in memory, for up to {seconds:g} seconds, or as their cache is set"
     yield "backups of the master key, such as copies of a keystore, of a token, or of the KMS's storage"
     yield "plaintext copies: exports, caches, query results, logs, and files that were decrypted"
-    yield "snapshots of Iceberg tables, and copies elsewhere, were not listed; copies of listed files are erased"
+    yield "snapshots of Iceberg tables, and copies of other files; copies of the listed files are erased"

@@ -1,4 +1,4 @@
-"""Rows removed from the files of a data set: each file that has matching rows is replaced by one without them."""
+"""Removes rows from the files of a data set: each file with matching rows is replaced by a file without them."""
 
 from __future__ import annotations
 
@@ -241,7 +241,8 @@ class _Rewriting:
         used = {c.path[0] for condition in self._conditions for c in columns_named(columns, condition.column)}
         return [column for column in columns if column.path[0] in used]
 
-    def _filter(self, schema: pa.Schema, path: str) -> FileFilter:
+    def _filter(self, schema: pa.Schema, opened: OpenedFile) -> FileFilter:
+        path = opened.location.path
         values: dict[str, str | None] = {}
         for name in partition_names(names_in_folders(path)):
             found = values_in_folders(path, name)
@@ -249,7 +250,7 @@ class _Rewriting:
                 (value,) = found
                 values[name] = None if value == NULL_FOLDER else value
         try:
-            return FileFilter(self._conditions, schema, values)
+            return FileFilter(self._conditions, schema, values, [c.path[0] for c in opened.footer.columns])
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error.args[0]}", hint=error.hint) from None
 
@@ -257,7 +258,7 @@ class _Rewriting:
         view = _View(opened, source)
         file = view.file
         # All values are read: statistics are no proof that a row is not there.
-        row_filter = self._filter(file.schema_arrow, opened.location.path)
+        row_filter = self._filter(file.schema_arrow, opened)
         removed = 0
         for ordinal in range(file.num_row_groups):
             table = view.read(ordinal, row_filter.columns)
@@ -282,7 +283,7 @@ class _Rewriting:
     def _write(self, opened: OpenedFile, source: ByteSource, new: NewFileKeys, sink: ByteSink) -> list[int]:
         """Write the rows that stay; return the number of rows of each new row group."""
         view = _View(opened, source)
-        row_filter = self._filter(view.file.schema_arrow, opened.location.path)
+        row_filter = self._filter(view.file.schema_arrow, opened)
         writer = _PlainWriter(opened, view)
         encrypted = StreamedFile(sink, new.encryption, writer.part(None, {}))
         rows: list[int] = []
@@ -305,7 +306,7 @@ class _Rewriting:
         retriever = FileKeyRetriever(kms_keys, self._keys.data_keys, opened.location)
         tail = VerifiedTail.of(footer.envelope)
         view = _View(OpenedFile(opened.location, footer, tail, retriever, kms_keys, deks, {}), written)
-        row_filter = self._filter(view.file.schema_arrow, opened.location.path)
+        row_filter = self._filter(view.file.schema_arrow, opened)
         read: list[int] = []
         for ordinal in range(view.file.num_row_groups):
             table = view.read(ordinal)

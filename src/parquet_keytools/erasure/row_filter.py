@@ -30,7 +30,8 @@ _CONDITION = re.compile(
 )
 _GRAMMAR = (
     "A filter is COLUMN OPERATOR LITERAL, joined by AND. Operators: =, !=, <, <=, >, >=, IN (...), IS NULL, "
-    "IS NOT NULL. Texts, dates and timestamps stand in single quotes; other names of columns in double quotes."
+    "IS NOT NULL. Write texts, dates and timestamps in single quotes, and names of columns that are not words in "
+    "double quotes."
 )
 
 
@@ -138,14 +139,19 @@ class FileFilter:
     """
 
     def __init__(
-        self, conditions: Sequence[Condition], schema: pa.Schema, folder_values: Mapping[str, str | None]
+        self,
+        conditions: Sequence[Condition],
+        schema: pa.Schema,
+        folder_values: Mapping[str, str | None],
+        names: Sequence[str] = (),
     ) -> None:
         """Type the literals.
 
         Args:
             conditions: See `parse_filter`.
-            schema: Schema of the file.
+            schema: Schema of the file, with the columns of the filter at least.
             folder_values: Name of a column -> its value in the path of the file; None for NULL.
+            names: Names of other columns of the file, for errors.
 
         Raises:
             ConfigurationError: A column does not exist, is in path and file, or has another type than literals.
@@ -165,7 +171,7 @@ class FileFilter:
                     kind = pa.int64()
                 place = _folder_value(name, folder_values[name], kind)
             else:
-                known = [*schema.names, *folder_values]
+                known = list(dict.fromkeys([*schema.names, *names, *folder_values]))
                 raise ConfigurationError(
                     f"there is no column {name!r}.", hint=did_you_mean(name, known) or one_of(known)
                 )

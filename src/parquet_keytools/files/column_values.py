@@ -1,7 +1,7 @@
 """The one value that a column has in a file, on which the keys of the file depend.
 
-The value comes from the statistics in the footer, so no page is read: the least and the greatest value of each row
-group are the same, and none is null. Writers that shorten long values make these two differ.
+The value comes from the statistics in the footer, so no page is read. The minimum and the maximum of each row
+group must be equal, and no value may be null. A writer that shortens long values makes the two differ.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _CONVERTED_TYPE, _LOGICAL_TYPE = 6, 10
 
 @dataclass(frozen=True)
 class ColumnValue:
-    """What a column says of the value of its file.
+    """What a column says about the value of its file.
 
     Attributes:
-        value: The value; None without rows, and with a problem.
-        problem: Why the column gives no value; empty if it does, or has no rows.
+        value: The value; None if the file has no rows, or if there is a problem.
+        problem: Why the column gives no value; empty if it gives one, or has no rows.
     """
 
     value: str | None = None
@@ -43,7 +43,7 @@ def column_value(footer: Footer, name: str, deks: Mapping[tuple[str, ...], Secre
 
     Raises:
         DecryptionError: The metadata of a chunk does not authenticate.
-        ParquetFormatError: It is not what the format says.
+        ParquetFormatError: The metadata of a chunk is not valid.
     """
     column = next((column for column in footer.columns if column.path == (name,)), None)
     if column is None:

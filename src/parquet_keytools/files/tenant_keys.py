@@ -1,4 +1,4 @@
-"""Master keys of new values of a placeholder, such as of a new tenant."""
+"""Creates the master keys of new values of a placeholder, such as a new tenant."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TenantKey:
     Attributes:
         value: The value, such as the name of a tenant.
         master_key_id: Identifier of its master key.
-        created: Whether the master key was created; False if it was there before.
+        created: Whether the master key was created; False if it existed already.
     """
 
     value: str
@@ -44,9 +44,11 @@ def create_tenant_keys(
     if placeholder is None and len(table.key_values) == 1:
         (placeholder,) = table.key_values
     if placeholder not in table.key_values:
-        what = "has no key_values" if not table.key_values else "does not say which placeholder is meant"
+        what = "several placeholders" if placeholder is None else f"no placeholder {placeholder!r}"
+        if not table.key_values:
+            what = "no key_values"
         raise ConfigurationError(
-            f"the table {table_name!r} {what}.",
+            f"the table {table_name!r} has {what}.",
             hint=f"Name a placeholder: {one_of(table.key_values)}" if table.key_values else "See docs/tenants.md.",
         )
     used = {name for _, name in table.key_uses() if placeholders(name) == [placeholder]}

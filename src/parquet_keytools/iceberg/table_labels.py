@@ -30,9 +30,9 @@ def refuse_other_key(
     properties: Properties,
     master_key_id: str,
 ) -> None:
-    """Refuse a table under another key than the labels of its columns say.
+    """Refuse a table whose key is not the key of its labelled columns.
 
-    Tables of the configuration decide about it whose `labels_from` has an entry `iceberg` that names it.
+    A table of the configuration decides about it if its `labels_from` has an entry `iceberg` that names it.
 
     Args:
         configuration: The configuration.
@@ -42,7 +42,7 @@ def refuse_other_key(
         master_key_id: Its master key, as `Configuration.master_key_id` returns it.
 
     Raises:
-        ConfigurationError: A column has no label, contradicting labels, or a label whose key is another one.
+        ConfigurationError: A column has no label, contradicting labels, or a label with another key.
     """
     for name, table in configuration.tables.items():
         source = table.labels.iceberg
@@ -96,10 +96,10 @@ def _refuse_other_key(
     for column, key in columns.items():
         if key.key_name is None or resolve_key(configuration, key.key_name) == MasterKeyReference(master_key_id):
             continue
-        why = f"has the label {key.label.text}" if key.label is not None else "is listed"
+        why = f"has the label {key.label.text}" if key.label is not None else "is configured"
         raise ConfigurationError(
             f"the table {table} is under the master key {master_key_id!r}, and its column {'.'.join(column)!r} "
             f"{why}, with the key {key.key_name!r}.",
-            hint="Its files are encrypted whole. Copy the rows into a table under this key; or, if the key of "
-            "the table protects all columns well enough, list it under `keys` of `iceberg:`.",
+            hint=f"Its files are encrypted whole. Use a table under the key {key.key_name!r}; or, if the key "
+            "of this table protects all columns well enough, list it under `keys` of `iceberg:`.",
         )

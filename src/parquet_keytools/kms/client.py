@@ -644,7 +644,7 @@ class KmsClient(ABC):
 
     def _caller_identity(self) -> CallerIdentity:
         """Ask the KMS who calls it; a KMS with such a call overrides this."""
-        return CallerIdentity(str(self._principal()), "this client, without a call of the KMS")
+        return CallerIdentity(str(self._principal()), "this client, without a call to the KMS")
 
     def _raw_obstacle(self) -> str:
         """Return why there is no raw form, or an empty string; a backend with a raw form overrides this."""

@@ -69,6 +69,7 @@ def test_files_that_fail_are_named(run, keystore_case, table) -> None:
     [
         ("id = 1 OR id = 2", "not valid at 'id = 1 OR"),
         ("nobody = 1", "no column 'nobody'"),
+        ("idd = 1", "Did you mean 'id'"),
         ("id = '1'", "without single"),
     ],
 )
