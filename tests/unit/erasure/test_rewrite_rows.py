@@ -272,18 +272,20 @@ def test_files_that_cannot_be_read_fail_and_others_are_done(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("column", "where"),
-    [(pa.array([1, 2], pa.float16()), "c = 1"), (pa.array(["x", "y"], pa.string_view()), "c IN ('x', 'z')")],
+    ("values", "kind", "where"),
+    [([1.0, 2.0], pa.float16(), "c = 1"), (["x", "y"], pa.string_view(), "c IN ('x', 'z')")],
+    ids=["float16", "string view"],
 )
 def test_types_that_pyarrow_cannot_filter_fail_and_others_are_done(
-    tmp_path: Path, column: pa.Array, where: str
+    tmp_path: Path, values: list[Any], kind: pa.DataType, where: str
 ) -> None:
     case = Case.make(tmp_path, "in_memory", column_keys={"ka": ["c"]}, unlisted_columns="footer_key")
     tools = case.tools()
+    # Older versions of pyarrow take values of NumPy only.
+    column = pa.array(np.array(values, np.float16)) if pa.types.is_floating(kind) else pa.array(values, kind)
     tools.write_table(pa.table({"c": column}), case.folder / "b.parquet")
-    kind = pa.float64() if pa.types.is_floating(column.type) else pa.string()
     for name in ("a.parquet", "c.parquet"):
-        tools.write_table(pa.table({"c": column.cast(kind)}), case.folder / name)
+        tools.write_table(pa.table({"c": values}), case.folder / name)
     report = tools.erase_rows(case.folder, where=where)
     assert report.counts == {Outcome.ROWS_REMOVED: 2, Outcome.FAILED: 1}
     assert [(Path(file.path).name, file.error_class) for file in report.failures] == [("b.parquet", "OutputError")]
