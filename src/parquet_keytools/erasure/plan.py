@@ -316,6 +316,10 @@ class _Planner:
             if isinstance(answer, KmsError) and not isinstance(answer, GONE):
                 text = f"{request.master_key_id!r} does not unwrap keys of some files: {answer.summary}"
                 self._problems.add(text, self._wrapped[request])
+        for key in self._states:
+            if key.deletion.state == "disabled":
+                text = "whether a master key that was disabled before is the one that wrapped the keys"
+                self._not_reached.add(text, key.master_key_id)
 
     def _look_at_versions(self, on_file: OnFile) -> None:
         from parquet_keytools.erasure.s3_versions import OlderVersion, older_versions

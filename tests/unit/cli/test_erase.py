@@ -468,3 +468,12 @@ def test_the_proof_is_by_a_client_without_memory(place: Place, monkeypatch: pyte
         erasure = tools.erasure(place.data, {"tenant": "acme"})
         erasure._sleep = lambda _: None
         assert erasure.run(erasure.plan()).proof.obtained
+
+
+def test_a_key_that_was_disabled_before_cannot_be_compared_with_the_files(place: Place) -> None:
+    Keystore(place.keystore.path, place.passphrase).set_enabled("prod/acme", False)
+    done = place.erase("--dry-run")
+    assert done.exit_code == 0, done.output
+    assert (
+        "whether a master key that was disabled before is the one that wrapped the keys: prod/acme" in done.stdout
+    )
