@@ -105,7 +105,7 @@ def output_lengths(pages: ChunkPages, reader: ChunkCipher | None, writer: ChunkC
     """Return how long each page is in the output, in bytes with header and framing.
 
     Args:
-        pages: Those of the chunk.
+        pages: The pages of the chunk.
         reader: Decrypts them, or None.
         writer: Encrypts them, or None.
     """
@@ -197,7 +197,7 @@ class PageJobs:
         """Have pages and their headers encrypted.
 
         Args:
-            pages: Those of the chunk.
+            pages: The pages of the chunk.
             first: Position of the first page to encrypt.
             last: Position after the last one.
             stored: These pages with their headers as they lie in the source.
@@ -258,7 +258,7 @@ class PageJobs:
         """Have pages decrypted; their headers were, and what CRCs they state was checked, when they were found.
 
         Args:
-            pages: Those of the chunk.
+            pages: The pages of the chunk.
             first: Position of the first page to decrypt.
             last: Position after the last one.
             stored: These pages with their headers as they lie in the source.

@@ -341,7 +341,7 @@ class ChunkRewrite:
 
         Args:
             old_offset: Where it began.
-            pages: Those of the chunk.
+            pages: The pages of the chunk.
             region: Where they lay.
             offset: Where the first one begins now.
         """

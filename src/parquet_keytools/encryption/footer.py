@@ -334,7 +334,7 @@ class Footer:
 
         Raises:
             DecryptionError: It does not authenticate.
-            ParquetFormatError: It is missing, or not what the format says, or that of another column.
+            ParquetFormatError: It is missing, or not what the format says, or belongs to another column.
         """
         checked = self.checked_metadata.pop((row_group_ordinal, column.ordinal), None)
         if checked is not None:

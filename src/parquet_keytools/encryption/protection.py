@@ -108,7 +108,7 @@ def columns_of(
         is_encrypted: Whether the footer names an encryption algorithm.
 
     Raises:
-        ParquetFormatError: The crypto metadata is not valid or that of another column, or chunks, row groups or
+        ParquetFormatError: The crypto metadata is not valid or belongs to another column, or chunks, row groups or
             ordinals do not fit together.
     """
     if is_encrypted and max(len(leaves), len(row_groups)) > MAX_COUNT:

@@ -382,7 +382,7 @@ def _count(matches: Any) -> int:
 
 
 class _PlainWriter:
-    """Writes row groups as plain files, in memory only, whose schema and metadata are those of another file."""
+    """Writes row groups as plain files in memory, with the schema and metadata of another file."""
 
     def __init__(self, opened: OpenedFile, view: _View) -> None:
         """Find the options with which pyarrow writes the same physical schema.

@@ -387,7 +387,7 @@ def regions_of(
         if region.length is None and region.kind is not RegionKind.BLOOM_FILTER:
             if not chunk.struct.has(_LENGTH_FIELD_IDS[region.kind]):
                 raise ParquetFormatError(f"the {region.title} has no length.")
-            regions.remove(region)  # A length of another type: nobody can read the index.
+            regions.remove(region)  # A length of another type: no reader can find the index.
     return regions
 
 

@@ -112,7 +112,7 @@ final class CheckedFile implements DecryptionKeyRetriever {
     request.set("folders", folders);
     List parts = columns(footer);
     if (worker.keysDependOnFiles()) {
-      // All keys of a file are those of one value.
+      // All keys of a file have the same value.
       request.set("keys", keysOf(parts));
     }
     for (Object columns : parts) {

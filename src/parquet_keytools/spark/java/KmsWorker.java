@@ -165,7 +165,7 @@ final class KmsWorker {
     return facts.contains("templates");
   }
 
-  /** Fails where the keys of a file are not those of the values that its footer says its columns have. */
+  /** Fails unless the keys of a file fit the values of its columns, as its footer states them. */
   void checkValues(ObjectNode seen, FileMetaData footer, String file) {
     synchronized (this) {
       running();
