@@ -11,6 +11,7 @@ from pathlib import Path
 import botocore.session
 import pytest
 from openbao import OpenBao
+from s3_store import S3Store
 from spark_cluster import HOSTS, JAVA_MISSING, PASSPHRASE, TOKEN_FILE, VARIABLE, SparkCluster, has_java
 from spark_driver import SparkDriver
 
@@ -70,3 +71,17 @@ def spark_cluster(tmp_path_factory: pytest.TempPathFactory, java: None) -> Itera
         yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[S3Store]:
+    store = S3Store()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(running: S3Store) -> Iterator[S3Store]:
+    """An S3 store that is empty."""
+    yield running
+    running.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,6 @@ from parquet_keytools.rotation.report import Outcome
 
 FOLDER = f"{BUCKET}/d"
 KEPT = TABLE.filter(pc.greater_equal(TABLE["a"], 130))
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[S3Store]:
-    store = S3Store()
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def store(running: S3Store) -> Iterator[S3Store]:
-    yield running
-    running.clear()
 
 
 def put(store: S3Store, tmp_path: Path, **settings: Any) -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 from s3_store import BUCKET, S3Store
@@ -12,20 +11,6 @@ from parquet_keytools.storage import outputs
 from parquet_keytools.storage.local_files import DEAD_AFTER_SECONDS, temporary_name
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import write_whole
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[S3Store]:
-    store = S3Store()
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def store(running: S3Store) -> Iterator[S3Store]:
-    running.clear()
-    yield running
-    running.clear()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,19 +58,6 @@ def write(case: Case, table: pa.Table) -> Path:
     path = case.folder / "x.parquet"
     case.tools().write_table(table, path, row_group_size=max(100, len(table) // 4))
     return path
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[S3Store]:
-    store = S3Store()
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def store(running: S3Store) -> Iterator[S3Store]:
-    yield running
-    running.clear()
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -24,19 +23,6 @@ BELONG = (
     "x.parquet/c.parquet",
     "é.parquet",
 )
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[S3Store]:
-    store = S3Store()
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def store(running: S3Store) -> Iterator[S3Store]:
-    yield running
-    running.clear()
 
 
 def tools() -> Keytools:

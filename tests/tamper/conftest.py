@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from crash_points import Crasher
 
 MEMORY = Path("/dev/shm")
 ROOM_BYTES = 2 << 30
@@ -30,3 +31,11 @@ def tmp_path(folder_in_memory: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir=folder_in_memory))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def crasher() -> Iterator[Crasher]:
+    """Runs writers that are killed."""
+    crasher = Crasher()
+    yield crasher
+    crasher.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "plaintext footer": {"plaintext_footer": True},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(scope="module")
-def crasher() -> Iterator[Crasher]:
-    crasher = Crasher()
-    yield crasher
-    crasher.close()
 
 
 class DataSet:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from parquet_keytools.cli import app
 TENANTS = ("acme", "bolt")
 MASTER_KEYS = ("kf", "ka", *(f"prod/{tenant}" for tenant in TENANTS))
 SOURCES = ("partition", "column")
-
-
-@pytest.fixture(scope="module")
-def crasher() -> Iterator[Crasher]:
-    crasher = Crasher()
-    yield crasher
-    crasher.close()
 
 
 def place(source: str, tenant: str) -> str:

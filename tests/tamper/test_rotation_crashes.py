@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,13 +76,6 @@ SCENARIOS = [
     *(Scenario(kind, "rekey_in_place") for kind in KINDS),
 ]
 every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-
-
-@pytest.fixture(scope="module")
-def crasher() -> Iterator[Crasher]:
-    crasher = Crasher()
-    yield crasher
-    crasher.close()
 
 
 class DataSet:

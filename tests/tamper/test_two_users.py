@@ -60,13 +60,6 @@ SCENARIOS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def crasher() -> Iterator[Crasher]:
-    crasher = Crasher()
-    yield crasher
-    crasher.close()
-
-
 @pytest.fixture
 def base() -> Iterator[Path]:
     """A folder that all may reach."""

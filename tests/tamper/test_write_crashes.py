@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -75,13 +74,6 @@ SCENARIOS = [
 def _each_run_looks_for_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first run of a process does; this process plays many."""
     monkeypatch.setattr(OccasionalScan, "is_due", lambda *_: True)
-
-
-@pytest.fixture(scope="module")
-def crasher() -> Iterator[Crasher]:
-    crasher = Crasher()
-    yield crasher
-    crasher.close()
 
 
 class Place:
