@@ -27,12 +27,10 @@ from generated_files import COLUMNS, PAGE_BYTES, write_generated
 from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 
 from parquet_keytools import Keytools
-from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_source
+from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, encrypt_source
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.outputs import LocalSink
-from parquet_keytools.storage.sources import open_source
 
 KEYS = {name: os.urandom(16) for name in ("footer", *COLUMNS)}
 WARM_UP_ROUNDS = 3

@@ -37,8 +37,7 @@ from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.keys.key_material import parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KeyUnwrapper, KmsKeys
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 
 SERVICES = Path(__file__).parents[1] / "tests" / "services"
 MASTER_KEYS = ("footer", "first", "second")

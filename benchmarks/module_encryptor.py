@@ -26,17 +26,19 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 from generated_files import PAGE_BYTES, write_generated
 
-from parquet_keytools.encryption.file_decryptor import decrypt_columns
-from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_opened, encrypt_source
+from parquet_keytools.encryption.file_encryption import (
+    FileEncryption,
+    decrypt_columns,
+    encrypt_opened,
+    encrypt_source,
+)
 from parquet_keytools.encryption.footer import read_footer
 from parquet_keytools.encryption.protection import Algorithm, KeyRetriever
 from parquet_keytools.errors import KeytoolsError
-from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.format.file_layout import ByteSink, ByteSource
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.outputs import LocalSink
-from parquet_keytools.storage.sources import open_source
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,12 @@ from generated_files import write_generated
 from module_encryptor import OneKey, decrypt_source
 
 from parquet_keytools.conformance.file_verifier import verify_source
-from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_source
+from parquet_keytools.encryption.file_encryption import FileEncryption, encrypt_source
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.outputs import LocalSink
-from parquet_keytools.storage.sources import open_source
 
 _NOTHING = """
 import sys

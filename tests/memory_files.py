@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from parquet_keytools.encryption.aad import AadPrefix
-from parquet_keytools.encryption.file_decryptor import Deks, column_deks, decrypt_columns
-from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_opened, encrypt_source
+from parquet_keytools.encryption.file_encryption import (
+    Deks,
+    FileEncryption,
+    column_deks,
+    decrypt_columns,
+    encrypt_opened,
+    encrypt_source,
+)
 from parquet_keytools.encryption.footer import Footer, read_footer
 from parquet_keytools.encryption.protection import FooterMode, KeyRetriever
 from parquet_keytools.errors import (
@@ -18,7 +23,7 @@ from parquet_keytools.errors import (
     NotEncryptedError,
     ParquetFormatError,
 )
-from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.format.file_layout import ByteSink, ByteSource
 from parquet_keytools.secret_bytes import SecretBytes
 
 

@@ -12,12 +12,11 @@ import pyarrow.parquet as pq
 
 from parquet_keytools import Keytools
 from parquet_keytools.config.labels import no_field_labels
-from parquet_keytools.encryption import file_encryptor
+from parquet_keytools.encryption import file_encryption
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.format.structs import Aes, FileCryptoMetaData, FileMetaData
-from parquet_keytools.keys.material_store import write_key_materials
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.keys.key_material import write_key_materials
+from parquet_keytools.storage.locations import FileLocation, open_source
 
 UNIQUE = b"8 bytes!"
 
@@ -49,7 +48,7 @@ def write(
     new = tools._keys.new_file_keys(policy, location)
     encryption = replace(new.encryption, aad_prefix=prefix, aad_file_unique=unique)
     sink = MemorySink()
-    file_encryptor.encrypt_source(MemorySource(plain.getvalue().to_pybytes()), sink, encryption)
+    file_encryption.encrypt_source(MemorySource(plain.getvalue().to_pybytes()), sink, encryption)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(sink.contents())
     if new.key_materials is not None:

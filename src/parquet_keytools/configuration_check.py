@@ -23,15 +23,14 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.files.field_labels import labels_of_footer
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.file_layout import ByteSource
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
 from parquet_keytools.kms.client import KmsClient, KmsSettings, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.named import each_kms
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteKmsSettings
-from parquet_keytools.runtime.working_threads import in_threads
+from parquet_keytools.runtime.threads_and_forks import in_threads
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 
 _THROW_AWAY_KEY_LENGTH_BITS = 128
 _KEYS_AT_A_TIME = 32

@@ -22,8 +22,8 @@ from parquet_keytools import Keytools
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError, OutputError
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_file
-from parquet_keytools.runtime.endings import share_with_arrow
 from parquet_keytools.runtime.operating_system import open_file
+from parquet_keytools.runtime.threads_and_forks import share_with_arrow
 
 MARK = "# Made by `parquet-keytools demo`.\n"
 CONFIGURATION = f"""{MARK}# Which column of the flights is encrypted with which master key.

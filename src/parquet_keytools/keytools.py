@@ -27,7 +27,7 @@ from parquet_keytools.files.denied_columns import SECRET_LENGTH_BITS, unwrapped_
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.files.tenant_keys import TenantKey, create_tenant_keys
-from parquet_keytools.keys.kek import Clock
+from parquet_keytools.keys.key_wrapping import Clock
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.rotation import rekeying
 from parquet_keytools.rotation.data_set_run import InPlaceRequest, OnFile, RunOptions
@@ -39,8 +39,8 @@ from parquet_keytools.runtime.presentation import Summarised, install_hint
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths
 from parquet_keytools.tables import writing
-from parquet_keytools.tables.file_writer import EncryptedParquetWriter, WriteResult
 from parquet_keytools.tables.properties import ArrowEncryptor, decryption_properties, polars_decryption
+from parquet_keytools.tables.writing import EncryptedParquetWriter, WriteResult
 from parquet_keytools.view.plain_file import PlainFiles, PlainInput
 
 if TYPE_CHECKING:

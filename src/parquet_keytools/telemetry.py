@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypt_source, encrypted
 
-from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_source
+from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, encrypt_source
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.secret_bytes import SecretBytes

@@ -22,7 +22,7 @@ from view_case import ViewCase, parquet_bytes
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import ColumnAccessDeniedError, ConfigurationError, KeytoolsError
-from parquet_keytools.format.byte_ranges import RangedFile
+from parquet_keytools.format.file_layout import RangedFile
 from parquet_keytools.fsspec_chain import KeytoolsUrls
 
 ROWS = 20_000
@@ -215,7 +215,7 @@ class Meter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read_bytes = 0
-        import parquet_keytools.storage.sources as sources
+        import parquet_keytools.storage.locations as sources
 
         read_at = sources.FileSource.read_at
 

@@ -24,7 +24,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.format.file_layout import UNAUTHENTICATED_BASE, UNAUTHENTICATED_FACTOR, with_trailer
 from parquet_keytools.format.structs import ColumnChunk, FileMetaData, SchemaElement
 from parquet_keytools.format.thrift import Struct, ThriftList, WireType
-from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.storage.locations import BufferSource
 
 _COUNT = 70_000
 _VARINT = b"\xf0\xa2\x04"

@@ -35,8 +35,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 
 MASTER_KEYS = {"kf": b"0123456789012345", "ka": b"1234567890123450", "kb": b"1234567890123451"}
 TABLE = pa.table({"plain": range(1000), "a": range(1000), "b": [f"text {i}" for i in range(1000)]})

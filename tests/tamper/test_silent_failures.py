@@ -25,8 +25,7 @@ from parquet_keytools.files import replacement
 from parquet_keytools.format.file_layout import read_footer_bytes
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.storage.locations import BufferSource, FileLocation
 from parquet_keytools.tables import file_systems
 
 TABLE = pa.table({"a": [1, 2, 3, 4], "secret": ["x", None, "yy", "z"], "part": ["p", "q", "p", "q"]})

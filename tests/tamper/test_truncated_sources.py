@@ -13,7 +13,7 @@ import itertools, os, sys, threading
 from pathlib import Path
 import numpy as np, pyarrow as pa, pyarrow.parquet as pq
 from parquet_keytools import Keytools, KeytoolsError
-from parquet_keytools.storage import sources
+from parquet_keytools.storage import locations
 
 folder, action, after = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 tools = Keytools.from_mapping({
@@ -30,7 +30,7 @@ before = source.read_bytes()
 
 # The file is cut when it was opened and its footer read: at a read in the middle of its data.
 numbers, reads, one_at_a_time = itertools.count(1), [], threading.Lock()
-original = sources.open_source
+original = locations.open_source
 class Cut:
     def __init__(self, inner): self.inner, self.path, self.size_bytes = inner, inner.path, inner.size_bytes
     def read_at(self, offset, length):

@@ -16,8 +16,7 @@ from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.format.file_layout import MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData, FileMetaData
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 
 KEYS = {name: bytes([number]) * 16 for number, name in enumerate(("kf", "ka", "kb"), 1)}
 TOOLS = Keytools.from_mapping(

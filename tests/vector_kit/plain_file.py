@@ -20,7 +20,7 @@ from parquet_keytools.format.structs import (
     FileMetaData,
     PageHeader,
 )
-from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.storage.locations import BufferSource
 
 ROWS = 60
 ROW_GROUP_ROWS = 30

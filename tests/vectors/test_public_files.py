@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted, rekey_source
 
-from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_source
+from parquet_keytools.encryption.file_encryption import FileEncryption, encrypt_source
 from parquet_keytools.encryption.footer import read_footer
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.errors import AadPrefixError, AlreadyEncryptedError, DecryptionError

@@ -36,7 +36,7 @@ from parquet_keytools.cli import (
 )
 from parquet_keytools.cli.options import with_flags
 from parquet_keytools.cli.output import ExitStatus, error_text, say, set_arguments, status_of
-from parquet_keytools.runtime.fork_safety import someone_waiting
+from parquet_keytools.runtime.threads_and_forks import someone_waiting
 
 
 class CommandGroup(TyperGroup):

@@ -373,7 +373,7 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
         with open_local(file) as local_source:
             path = str(expanded(file).absolute())
             return inspect_source(local_source, aad_prefix=prefix, path=path)
-    from parquet_keytools.storage.sources import open_source
+    from parquet_keytools.storage.locations import open_source
 
     location = location_of(file, "FILE")
     with open_source(location) as source:

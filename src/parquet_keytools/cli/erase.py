@@ -166,7 +166,7 @@ def erase_command(
 def _is_certificate(target: FileLocation) -> bool:
     """Return whether a file is a certificate, or does not exist."""
     from parquet_keytools.erasure.certificate import FORMAT
-    from parquet_keytools.storage.sources import read_whole
+    from parquet_keytools.storage.locations import read_whole
 
     if not target.is_file():
         return True

@@ -167,7 +167,7 @@ class _Record:
 def _files_of(target: FileLocation, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the files of an earlier record in which rows were to be removed, by path."""
     from parquet_keytools.errors import ConfigurationError
-    from parquet_keytools.storage.sources import read_whole
+    from parquet_keytools.storage.locations import read_whole
 
     try:
         document = json.loads(read_whole(target, _MOST_RECORD_BYTES))

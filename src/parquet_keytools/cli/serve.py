@@ -22,7 +22,7 @@ from parquet_keytools.cli.options import (
     open_keytools,
 )
 from parquet_keytools.cli.output import answer, print_json, say
-from parquet_keytools.runtime.fork_safety import someone_waiting
+from parquet_keytools.runtime.threads_and_forks import someone_waiting
 
 if TYPE_CHECKING:
     import ssl

@@ -17,13 +17,13 @@ from parquet_keytools.conformance.chunk_layout import ChunkNumbers, Column
 from parquet_keytools.conformance.nonces import FileNonces, nonce_entry
 from parquet_keytools.conformance.report import Loss, RuleBook
 from parquet_keytools.encryption.aad import MAX_COUNT, ModulePlace, ModuleType
-from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.module_cipher import (
     CTR_FRAMING,
     GCM_FRAMING,
     LENGTH_LENGTH,
     NO_PAGE_ORDINAL,
     ChunkCipher,
+    InvalidTag,
     ModuleCipher,
 )
 from parquet_keytools.encryption.page_walk import (
@@ -39,12 +39,11 @@ from parquet_keytools.encryption.page_walk import (
 )
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.file_layout import Region, RegionKind
+from parquet_keytools.format.file_layout import ByteSource, Region, RegionKind
 from parquet_keytools.format.pages import PageContents, read_page_contents
 from parquet_keytools.format.structs import BloomFilterHeader, PageHeader
 from parquet_keytools.format.thrift import WireType
-from parquet_keytools.runtime.working_threads import in_threads
+from parquet_keytools.runtime.threads_and_forks import in_threads
 
 AUTHENTICITY_RULES = {
     ModuleType.COLUMN_META_DATA: "column-metadata-authentic",

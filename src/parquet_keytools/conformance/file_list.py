@@ -25,9 +25,8 @@ from parquet_keytools.files.opened_file import OpenedFile, open_files
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.runtime.presentation import escaped_path, printable
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import FileLocation, read_whole
 from parquet_keytools.storage.outputs import write_whole
-from parquet_keytools.storage.sources import read_whole
 from parquet_keytools.storage.walk import ParquetFile, data_set
 
 _FORMAT = "parquet-keytools file list"

@@ -58,13 +58,19 @@ from parquet_keytools.encryption.aad import (
     module_behind,
     without_delimiter,
 )
-from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, InvalidTag
-from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, NO_PAGE_ORDINAL, ModuleCipher
+from parquet_keytools.encryption.module_cipher import (
+    GCM_FRAMING,
+    LENGTH_LENGTH,
+    NO_PAGE_ORDINAL,
+    NONCE_LENGTH,
+    TAG_LENGTH,
+    InvalidTag,
+    ModuleCipher,
+)
 from parquet_keytools.encryption.page_walk import HeaderWindow, PageDefect, walk_pages
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.file_layout import Region, RegionKind
+from parquet_keytools.format.file_layout import ByteSource, Region, RegionKind
 from parquet_keytools.format.partial_footers import shown_metadata
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
 from parquet_keytools.format.thrift import WireType

@@ -22,13 +22,13 @@ from parquet_keytools.encryption.protection import (
     UnknownAlgorithmError,
 )
 from parquet_keytools.errors import DraftFormatError, ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import (
     MAGIC,
     MAGIC_ENCRYPTED_FOOTER,
     MAGIC_LENGTH,
     TAIL_LENGTH,
     TRAILER_LENGTH,
+    ByteSource,
     FooterBytes,
     LeafColumn,
     check_footer_length,

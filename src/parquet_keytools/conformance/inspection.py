@@ -23,8 +23,7 @@ from parquet_keytools.conformance.report import FILE_SCOPES, Finding, RuleBook, 
 from parquet_keytools.encryption.aad import ExpectedAadPrefix, ModuleType, prefix_text
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError, ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSource, FileSource
-from parquet_keytools.format.file_layout import Region, RegionKind
+from parquet_keytools.format.file_layout import ByteSource, FileSource, Region, RegionKind
 from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.runtime.presentation import Summarised, escaped_bytes, expanded

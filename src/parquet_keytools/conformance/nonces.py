@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from parquet_keytools.conformance.file_keys import fingerprint_key
 from parquet_keytools.conformance.report import RuleBook
-from parquet_keytools.encryption.aes import NONCE_LENGTH
-from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
+from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS, NONCE_LENGTH
 
 MEMORY_BYTES = 8 * 1024 * 1024
 """How much the nonces of a pass take; to compare the nonces of several files takes three times as much again."""

@@ -27,7 +27,7 @@ from parquet_keytools.conformance.inspection import Inspection, inspect_source
 from parquet_keytools.conformance.nonces import FileNonces, NoncePart, SharedNonces
 from parquet_keytools.conformance.report import FILE_SCOPES, DataSetReport, FileReport, Loss, RuleBook
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
-from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
+from parquet_keytools.encryption.file_encryption import column_deks, decrypt_columns
 from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import Envelope, FooterColumn, FooterMode
@@ -47,18 +47,15 @@ from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import check_column_keys, check_footer_key, open_files, refuse_ctr
 from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
-from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, ByteSource
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
-from parquet_keytools.keys.key_material import KeyMaterial, KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_material import KeyMaterial, KeyReference, parse_key_metadata, read_key_materials
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
-from parquet_keytools.keys.material_store import read_key_materials
 from parquet_keytools.runtime.presentation import escaped_path
 from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.outputs import written_bytes
-from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set, named_parquet_file
 
 

@@ -14,16 +14,17 @@ from collections.abc import Callable, Iterator
 from itertools import starmap
 from operator import call
 
-from parquet_keytools.encryption.aes import NONCE_LENGTH, InvalidTag
 from parquet_keytools.encryption.module_cipher import (
     GCM_FRAMING,
     LENGTH_LENGTH,
     NO_PAGE_ORDINAL,
+    NONCE_LENGTH,
     ChunkCipher,
+    InvalidTag,
     check_length_field,
 )
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
-from parquet_keytools.format.byte_ranges import Bytes
+from parquet_keytools.format.file_layout import Bytes
 from parquet_keytools.format.pages import padded_crc
 
 NOTHING = -1

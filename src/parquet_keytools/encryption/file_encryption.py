@@ -1,21 +1,66 @@
-"""How a file is to be encrypted: keys, mode, algorithm; and what its footer says and shows (spec 5.2 to 5.5)."""
+"""Files encrypted, re-keyed and decrypted, as a whole or row group by row group, without decoding a value.
+
+`FileEncryption` says how a file is to be encrypted: keys, mode and algorithm; and what its footer says and shows
+(spec 5.2 to 5.5).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from parquet_keytools.encryption.aad import FOOTER_PLACE, ModuleType, random_file_unique
-from parquet_keytools.encryption.file_rewriter import ChunkRewrite
-from parquet_keytools.encryption.footer import Footer
+from parquet_keytools.encryption.aad import FOOTER_PLACE, ModuleType, random_file_unique, refuse_more_than_ordinals
+from parquet_keytools.encryption.file_rewriter import (
+    INDEX_FIELD_IDS,
+    BytesPart,
+    ChunkRewrite,
+    PagesMemory,
+    Part,
+    RowGroupRewrite,
+    chunk_of,
+    in_order,
+    new_row_group,
+    rewrite_file,
+    warn_of_dropped_indexes,
+    write_parts,
+)
+from parquet_keytools.encryption.footer import Footer, FooterEnvelope
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS, ChunkCipher, ModuleCipher
-from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
-from parquet_keytools.errors import ConfigurationError, VisibleMetadataError
-from parquet_keytools.format.file_layout import LeafColumn
+from parquet_keytools.encryption.protection import (
+    Algorithm,
+    ColumnEncryption,
+    FooterMode,
+    KeyRetriever,
+    naming_file,
+)
+from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
+from parquet_keytools.errors import (
+    AlreadyEncryptedError,
+    ColumnAccessDeniedError,
+    ConfigurationError,
+    KeytoolsError,
+    ParquetFormatError,
+    VisibleMetadataError,
+)
+from parquet_keytools.format.file_layout import (
+    MAGIC,
+    MAGIC_ENCRYPTED_FOOTER,
+    Bytes,
+    ByteSink,
+    ByteSource,
+    LeafColumn,
+    RegionKind,
+    read_footer_bytes,
+    unauthenticated_limit,
+    with_trailer,
+)
 from parquet_keytools.format.partial_footers import (
+    Selection,
     hidden_chunk_fields,
+    selected_footer,
+    selected_sorting_columns,
     shown_footer,
     shown_metadata,
     shown_row_group,
@@ -34,7 +79,7 @@ from parquet_keytools.format.structs import (
     KeyValue,
     RowGroup,
 )
-from parquet_keytools.format.thrift import Entry, WireType
+from parquet_keytools.format.thrift import Entry, Struct, WireType, read_struct
 from parquet_keytools.secret_bytes import SecretBytes
 
 _STRUCT, _BINARY = WireType.STRUCT, WireType.BINARY
@@ -330,3 +375,404 @@ class PlaintextFooterMaker:
         _log.warning(
             "%s: left out of the plaintext footer, for it may hold values of encrypted columns: %s", path, text
         )
+
+
+_STRUCT = WireType.STRUCT
+
+Deks = Mapping[tuple[str, ...], SecretBytes]
+"""DEKs of columns with a column key, by path."""
+
+
+def decrypt_columns(
+    source: ByteSource,
+    sink: ByteSink,
+    footer: Footer,
+    deks: Deks,
+    *,
+    columns: Collection[tuple[str, ...]] | None = None,
+    row_group_ordinals: Sequence[int] | None = None,
+    key_values: Mapping[str, str | None] | None = None,
+    threads: int = 2,
+    on_progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write a plaintext file of some columns and row groups; only their bytes are read.
+
+    Args:
+        source: The file that the footer is from.
+        sink: Where the plaintext file goes.
+        footer: Its footer, opened. A file that is not encrypted will do as well.
+        deks: DEKs of the columns that have a column key.
+        columns: Paths of leaf columns; None for all. Top-level columns are taken whole: one leaf of a nested
+            column brings the others with it, so that its structure stays what it was.
+        row_group_ordinals: Which row groups, in the order wanted; None for all.
+        key_values: Entries of the key-value metadata to replace, or to drop where the value is None. Where
+            columns are left out, `ARROW:schema` is dropped unless it is given here: it would describe columns
+            that are not there, by position.
+        threads: How many threads work.
+        on_progress: Called with the number of bytes after each write, by any of the threads.
+
+    Raises:
+        KeyNotAvailableError: A wanted column has a column key and no DEK is given.
+        DecryptionError: A wanted part does not authenticate, or pages are not encrypted as the file states.
+        ParquetFormatError: It is not what the format says, a page is damaged, or there is no such column or row
+            group.
+    """
+    try:
+        selection = selected_footer(footer.metadata, footer.leaves, columns, row_group_ordinals, key_values)
+    except ParquetFormatError as error:
+        raise ParquetFormatError(str(error), path=source.path) from None
+    check_stated_algorithm(source, footer, deks)
+    row_groups = open_chunks(
+        footer, deks, lambda *_: None, selection.row_group_ordinals, selection.column_ordinals
+    )
+    rewrite_file(
+        source,
+        sink,
+        row_groups,
+        footer_offset=footer.envelope.footer_offset,
+        created_by=footer.metadata.created_by,
+        magic=MAGIC,
+        make_footer=lambda: _plaintext_footer(footer, selection, row_groups),
+        threads=threads,
+        on_progress=on_progress,
+    )
+
+
+def authenticate_columns(
+    source: ByteSource,
+    footer: Footer,
+    deks: Deks,
+    *,
+    columns: Collection[tuple[str, ...]] | None = None,
+    threads: int = 2,
+) -> None:
+    """Decrypt what `decrypt_columns` would, and write nothing; one thread finds the first thing that is wrong."""
+    decrypt_columns(source, _Nowhere(), footer, deks, columns=columns, threads=threads)
+
+
+class _Nowhere:
+    """Takes what is decrypted for the sake of its authentication."""
+
+    takes_any_order = True
+
+    def reserve(self, length: int) -> None:
+        pass
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        pass
+
+
+def _plaintext_footer(footer: Footer, selection: Selection, row_groups: list[RowGroupRewrite]) -> bytes:
+    new_row_groups = []
+    for ordinal, (row_group, chunks) in enumerate(row_groups):
+        columns: list[bytes | Struct] = []
+        for chunk in chunks:
+            shown = (_STRUCT, chunk.new_metadata())
+            columns.append(
+                chunk.new_chunk({_META_DATA: shown, _CRYPTO_METADATA: None, _ENCRYPTED_COLUMN_METADATA: None})
+            )
+        new = new_row_group(ordinal, row_group, chunks, columns)
+        if len(chunks) < len(footer.leaves):
+            selected_sorting_columns(new.struct, selection.column_ordinals)
+            new.total_byte_size = sum(chunk.metadata.total_uncompressed_size for chunk in chunks)
+        new_row_groups.append(new)
+    metadata: FileMetaData = selection.metadata
+    metadata.row_groups = new_row_groups
+    metadata.encryption_algorithm = None
+    metadata.footer_signing_key_metadata = None
+    return metadata.serialise()
+
+
+def column_deks(footer: Footer, retriever: KeyRetriever) -> dict[tuple[str, ...], SecretBytes]:
+    """Return the DEKs of all columns that have a column key, asked for together.
+
+    Raises:
+        ColumnAccessDeniedError: Some are unavailable.
+    """
+    columns = [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
+    if not columns:
+        return {}
+    outcomes = retriever.column_deks([(column.path, column.key_metadata) for column in columns])
+    deks: dict[tuple[str, ...], SecretBytes] = {}
+    denied: list[tuple[str, KeytoolsError]] = []
+    for column, outcome in zip(columns, outcomes, strict=True):
+        if isinstance(outcome, KeytoolsError):
+            denied.append((".".join(column.path), outcome))
+        else:
+            deks[column.path] = outcome
+    if denied:
+        raise ColumnAccessDeniedError([name for name, _ in denied], [cause for _, cause in denied])
+    return deks
+
+
+def open_chunks(
+    footer: Footer,
+    deks: Deks,
+    writer_of: Callable[[int, int], ChunkCipher | None],
+    row_group_ordinals: Sequence[int] | None = None,
+    column_ordinals: Sequence[int] | None = None,
+) -> list[RowGroupRewrite]:
+    """Decrypt the metadata of chunks and make them ready to be rewritten.
+
+    Args:
+        footer: The footer of their file.
+        deks: DEKs of the columns that have a column key.
+        writer_of: Returns the cipher for the output, by row group ordinal and column ordinal.
+        row_group_ordinals: Which row groups; None for all.
+        column_ordinals: Which columns; None for all.
+
+    Raises:
+        KeyNotAvailableError: A column has a column key and no DEK is given.
+        DecryptionError: The metadata of a chunk does not authenticate.
+        ParquetFormatError: It is not what the format says.
+    """
+    wanted = range(len(footer.columns)) if column_ordinals is None else column_ordinals
+    columns = [footer.columns[ordinal] for ordinal in wanted]
+    ciphers = [footer.cipher_of(column, deks.get(column.path)) for column in columns]
+    row_groups: list[RowGroupRewrite] = []
+    ordinals = range(len(footer.row_groups)) if row_group_ordinals is None else row_group_ordinals
+    for row_group_ordinal in ordinals:
+        chunks: list[ChunkRewrite] = []
+        row_group = footer.row_groups[row_group_ordinal]
+        num_rows = row_group.num_rows
+        for column, cipher in zip(columns, ciphers, strict=True):
+            reader = None
+            if cipher is not None:
+                reader = ChunkCipher(cipher, footer.algorithm, row_group_ordinal, column.ordinal)
+            chunks.append(
+                ChunkRewrite(
+                    footer.chunks[row_group_ordinal][column.ordinal],
+                    footer.chunk_metadata(row_group_ordinal, column, cipher),
+                    reader,
+                    writer_of(row_group_ordinal, column.ordinal),
+                    num_rows=num_rows,
+                    is_flat=footer.leaves[column.ordinal].is_flat,
+                )
+            )
+        row_groups.append((row_group, chunks))
+    return row_groups
+
+
+def encrypt_source(
+    source: ByteSource,
+    sink: ByteSink,
+    encryption: FileEncryption,
+    *,
+    threads: int = 2,
+) -> None:
+    """Encrypt a plaintext file.
+
+    Args:
+        source: The file.
+        sink: Where the encrypted file goes.
+        encryption: How to encrypt it.
+        threads: How many threads work.
+
+    Raises:
+        AlreadyEncryptedError: The file is encrypted.
+        ParquetFormatError: The file is not what the format says, or a page is damaged.
+        FormatLimitError: The output would break a limit of the format; nothing was written then.
+        ConfigurationError: A key is given for a column that the file does not have.
+    """
+    footer = read_plaintext_footer(source)
+    encrypt_opened(source, sink, footer, {}, encryption, threads=threads)
+
+
+def read_plaintext_footer(source: ByteSource) -> Footer:
+    """Read the footer of a file that is not encrypted.
+
+    All of it is read at once, where `read_envelope` only skims it: there is nothing to authenticate before.
+
+    Raises:
+        AlreadyEncryptedError: The file is encrypted.
+        ParquetFormatError: As `read_envelope` and `FooterEnvelope.open`.
+    """
+    footer = read_footer_bytes(source)
+    read = None
+    with naming_file(source.path):
+        if not footer.is_encrypted:
+            data = footer.data
+            read = FileMetaData.read_whole(data, max_memory=unauthenticated_limit(len(data)))
+        envelope = FooterEnvelope.of(footer, source.path, read)
+    if read is None or envelope.mode is not FooterMode.UNENCRYPTED:
+        raise AlreadyEncryptedError(
+            f"{source.path} is encrypted already.", hint="Use rekey to encrypt it with other keys."
+        )
+    return envelope.with_metadata(read[0], None, b"")
+
+
+def encrypt_opened(
+    source: ByteSource,
+    sink: ByteSink,
+    footer: Footer,
+    deks: Deks,
+    encryption: FileEncryption,
+    *,
+    threads: int = 2,
+    on_progress: Callable[[int], None] | None = None,
+) -> None:
+    """Encrypt a file whose footer is open: a plaintext file, or an encrypted one with other keys.
+
+    Args:
+        source: The file that the footer is from.
+        sink: Where the new file goes.
+        footer: Its footer.
+        deks: DEKs of the columns that have a column key.
+        encryption: How to encrypt it.
+        threads: How many threads work.
+        on_progress: Called with the number of bytes after each write, by any of the threads.
+
+    Raises:
+        DecryptionError: A part of it does not authenticate.
+        ParquetFormatError: It is not what the format says, or a page is damaged.
+        FormatLimitError: The output would break a limit of the format; nothing was written then.
+        ConfigurationError: A key is given for a column that the file does not have.
+    """
+    refuse_more_than_ordinals(source.path, row_groups=len(footer.row_groups), columns=len(footer.leaves))
+    check_stated_algorithm(source, footer, deks)
+    keys = OutputKeys(encryption, footer.leaves)
+    row_groups = open_chunks(footer, deks, keys.writer_of)
+
+    def make_footer() -> bytes:
+        new_row_groups = []
+        for ordinal, (row_group, chunks) in enumerate(row_groups):
+            columns: list[bytes | Struct] = [
+                keys.protected(chunk, column_ordinal) for column_ordinal, chunk in enumerate(chunks)
+            ]
+            new_row_groups.append(new_row_group(ordinal, row_group, chunks, columns))
+        return keys.footer(footer, new_row_groups)
+
+    rewrite_file(
+        source,
+        sink,
+        row_groups,
+        footer_offset=footer.envelope.footer_offset,
+        created_by=footer.metadata.created_by,
+        magic=MAGIC if encryption.plaintext_footer else MAGIC_ENCRYPTED_FOOTER,
+        make_footer=make_footer,
+        threads=threads,
+        on_progress=on_progress,
+    )
+
+
+Index = tuple[Struct, int, bytes]
+"""The chunk that an index is of, the id of the field that has the index's offset, and the bytes of its module."""
+
+
+class StreamedFile:
+    """An encrypted file written row group by row group: no more than one is held.
+
+    Takes plaintext Parquet files of one schema, and makes their row groups those of one encrypted file.
+
+    Page indexes are held until the end, and lie together before the footer: readers take those of many row groups
+    by one read.
+    """
+
+    def __init__(self, sink: ByteSink, encryption: FileEncryption, template: ByteSource):
+        """Begin the file.
+
+        Args:
+            sink: Where it goes.
+            encryption: How it is encrypted.
+            template: A plaintext file with the schema.
+
+        Raises:
+            ConfigurationError: A key is given for a column that is not in the schema.
+            FormatLimitError: The schema has more columns than an encrypted file can have.
+            OSError: The sink cannot be written.
+        """
+        self.num_rows = 0
+        self.size_bytes = 0
+        self._sink = sink
+        footer = read_plaintext_footer(template)
+        refuse_more_than_ordinals(template.path, columns=len(footer.leaves))
+        self._schema = footer.metadata.bytes_of(FileMetaData.schema)
+        self._keys = OutputKeys(encryption, footer.leaves)
+        self._magic = MAGIC if encryption.plaintext_footer else MAGIC_ENCRYPTED_FOOTER
+        self._row_groups: list[RowGroup] = []
+        self._indexes: dict[RegionKind, list[Index]] = {RegionKind.COLUMN_INDEX: [], RegionKind.OFFSET_INDEX: []}
+        self._write([_bytes_part(self._magic)])
+
+    def append(self, source: ByteSource) -> None:
+        """Encrypt and write the row groups of a plaintext file; nothing of it is held afterwards.
+
+        Raises:
+            ParquetFormatError: It is not what the format says, or has another schema.
+            FormatLimitError: The output would break a limit of the format.
+            OSError: The sink cannot be written.
+        """
+        footer = read_plaintext_footer(source)
+        if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
+            raise ParquetFormatError("a row group has another schema than the file.", path=source.path)
+        first = len(self._row_groups)
+        refuse_more_than_ordinals(source.path, row_groups=first + len(footer.row_groups))
+        row_groups = open_chunks(
+            footer, {}, lambda row_group, column: self._keys.writer_of(first + row_group, column)
+        )
+        parts, indexes = self._laid_out(source, footer, row_groups)
+        self._write(parts)
+        for ordinal, (row_group, chunks) in enumerate(row_groups, first):
+            columns: list[bytes | Struct] = []
+            for column_ordinal, chunk in enumerate(chunks):
+                written = self._keys.protected(chunk, column_ordinal)
+                its_indexes = indexes.get(chunk, ())
+                struct_of_it = read_struct(written)[0] if its_indexes else None
+                columns.append(struct_of_it or written)
+                for kind, module in its_indexes:
+                    assert struct_of_it is not None
+                    self._indexes[kind].append((struct_of_it, INDEX_FIELD_IDS[kind][0], module))
+            self._row_groups.append(new_row_group(ordinal, row_group, chunks, columns))
+        self.num_rows += footer.metadata.num_rows
+
+    def _laid_out(
+        self, source: ByteSource, footer: Footer, row_groups: list[RowGroupRewrite]
+    ) -> tuple[list[Part], dict[ChunkRewrite, list[tuple[RegionKind, bytes]]]]:
+        """Return what is written now, and the indexes, which are kept."""
+        parts: list[Part] = []
+        indexes: dict[ChunkRewrite, list[tuple[RegionKind, bytes]]] = {}
+        offset, memory = self.size_bytes, PagesMemory()
+        regions = in_order(source, row_groups, footer.envelope.footer_offset, footer.metadata.created_by)
+        for region in regions:
+            chunk = chunk_of(region, row_groups)
+            part = chunk.lay_out(source, region, offset, memory)
+            if isinstance(part, BytesPart) and region.kind in self._indexes:
+                if part.length:
+                    indexes.setdefault(chunk, []).append((region.kind, bytes(part.make())))
+                continue
+            parts.append(part)
+            offset += part.length
+        warn_of_dropped_indexes(source.path, row_groups)
+        return parts, indexes
+
+    def finish(self, template: ByteSource) -> None:
+        """Write what comes after the row groups.
+
+        Args:
+            template: A plaintext file without rows, whose footer has the key-value metadata.
+
+        Raises:
+            VisibleMetadataError: A plaintext footer would lack metadata, and that is to be refused.
+            ParquetFormatError: It has another schema.
+            OSError: The sink cannot be written.
+        """
+        footer = read_plaintext_footer(template)
+        if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
+            raise ParquetFormatError("the footer has another schema than the file.", path=template.path)
+        offset = self.size_bytes
+        parts: list[Part] = []
+        for chunk, offset_field_id, module in (index for kind in self._indexes.values() for index in kind):
+            chunk.set_entry(offset_field_id, (WireType.I64, offset))
+            parts.append(_bytes_part(module))
+            offset += len(module)
+        footer.metadata.num_rows = self.num_rows
+        data = self._keys.footer(footer, self._row_groups)
+        parts.append(_bytes_part(with_trailer(data, self._magic)))
+        self._write(parts)
+
+    def _write(self, parts: list[Part]) -> None:
+        write_parts(parts, self._sink, offset=self.size_bytes)
+        self.size_bytes += sum(part.length for part in parts)
+
+
+def _bytes_part(data: bytes) -> BytesPart:
+    return BytesPart(len(data), lambda: data)

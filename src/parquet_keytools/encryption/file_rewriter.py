@@ -21,9 +21,10 @@ from parquet_keytools.encryption.page_walk import (
     walk_chunk,
 )
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
 from parquet_keytools.format.file_layout import (
     MAGIC_LENGTH,
+    ByteSink,
+    ByteSource,
     ChunkPlaces,
     Region,
     RegionKind,
@@ -35,7 +36,7 @@ from parquet_keytools.format.pages import move_pages
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnChunk, ColumnMetaData, RowGroup
 from parquet_keytools.format.thrift import Changes, Entry, Struct, ThriftList, WireType
 from parquet_keytools.runtime.presentation import warn_caller
-from parquet_keytools.runtime.working_threads import share_out
+from parquet_keytools.runtime.threads_and_forks import share_out
 
 # --- What an output file is made of ---
 

@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parquet_keytools.encryption.aad import FOOTER_PLACE, AadPrefix, ModulePlace, ModuleType, aad_prefixes
-from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH
-from parquet_keytools.encryption.module_cipher import ModuleCipher
+from parquet_keytools.encryption.module_cipher import NONCE_LENGTH, TAG_LENGTH, ModuleCipher
 from parquet_keytools.encryption.protection import (
     Algorithm,
     ColumnEncryption,
@@ -38,8 +37,8 @@ from parquet_keytools.errors import (
     KeyNotAvailableError,
     ParquetFormatError,
 )
-from parquet_keytools.format.byte_ranges import ByteSource
 from parquet_keytools.format.file_layout import (
+    ByteSource,
     LeafColumn,
     read_footer_bytes,
     unauthenticated_limit,

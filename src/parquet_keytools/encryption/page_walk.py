@@ -16,11 +16,16 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from parquet_keytools.encryption.aad import MAX_COUNT, WRITE_LARGER_PAGES
-from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.chunk_pages import NOTHING, ChunkPages, check_crc, decrypt_page
-from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, NO_PAGE_ORDINAL, ChunkCipher
+from parquet_keytools.encryption.module_cipher import (
+    GCM_FRAMING,
+    LENGTH_LENGTH,
+    NO_PAGE_ORDINAL,
+    ChunkCipher,
+    InvalidTag,
+)
 from parquet_keytools.errors import DecryptionError, FormatLimitError, KeytoolsError, ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSource
+from parquet_keytools.format.file_layout import ByteSource
 from parquet_keytools.format.pages import (
     MAX_PAGE_LENGTH,
     PageHeaderFacts,

@@ -19,21 +19,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from parquet_keytools.encryption.aes import InvalidTag
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.module_cipher import (
     CTR_FRAMING,
     GCM_FRAMING,
     NO_PAGE_ORDINAL,
     ChunkCipher,
+    InvalidTag,
     ModuleCipher,
     check_length_field,
 )
 from parquet_keytools.encryption.page_walk import FirstPage, read_first_page
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterColumn
 from parquet_keytools.errors import DecryptionError, KeytoolsError
-from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.file_layout import regions_of
+from parquet_keytools.format.file_layout import ByteSource, regions_of
 from parquet_keytools.format.structs import ColumnMetaData, DataPageHeaderV2, PageHeader
 from parquet_keytools.format.thrift import WireType, varint
 from parquet_keytools.secret_bytes import SecretBytes

@@ -18,7 +18,7 @@ from pyarrow import fs as pafs
 from parquet_keytools.config.key_values import values_in_folders
 from parquet_keytools.conformance.file_verifier import FileEnd
 from parquet_keytools.conformance.verification import is_table_metadata
-from parquet_keytools.encryption.file_encryptor import StreamedFile
+from parquet_keytools.encryption.file_encryption import StreamedFile
 from parquet_keytools.encryption.protection import FooterColumn
 from parquet_keytools.erasure.row_filter import NULL_FOLDER, Condition, FileFilter, parse_filter
 from parquet_keytools.errors import (
@@ -39,16 +39,22 @@ from parquet_keytools.files.opened_file import (
 )
 from parquet_keytools.files.replacement import NewKeyMaterial, replacement
 from parquet_keytools.files.table_check import names_in_folders, partition_names, seen_key
-from parquet_keytools.format.byte_ranges import ByteSink, ByteSource, HeldSource
-from parquet_keytools.format.file_layout import MAGIC, leaf_columns, read_footer_bytes, with_trailer
+from parquet_keytools.format.file_layout import (
+    MAGIC,
+    ByteSink,
+    ByteSource,
+    HeldSource,
+    leaf_columns,
+    read_footer_bytes,
+    with_trailer,
+)
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever
 from parquet_keytools.rotation.data_set_run import InPlaceRequest, OnFile, change_each_file
 from parquet_keytools.rotation.file_keys import Tail, check_unchanged, read_tail
 from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version, refuse_hard_links
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import BufferSource, open_source
+from parquet_keytools.storage.locations import BufferSource, FileLocation, open_source
 from parquet_keytools.storage.walk import LeftOut, file_or_folder
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput

@@ -9,9 +9,9 @@ import pyarrow as pa
 from botocore.exceptions import BotoCoreError, ClientError
 from pyarrow import fs as pafs
 
-from parquet_keytools.format.byte_ranges import RangedFile
+from parquet_keytools.format.file_layout import RangedFile
 from parquet_keytools.rotation.s3_replacement import can_reach, client_of
-from parquet_keytools.runtime.endings import share_with_arrow
+from parquet_keytools.runtime.threads_and_forks import share_with_arrow
 from parquet_keytools.storage.http_files import HttpHandler
 from parquet_keytools.storage.locations import FileLocation
 

@@ -12,7 +12,7 @@ from typing import Literal
 from pyarrow import fs as pafs
 
 from parquet_keytools.config.key_policy import resolve_columns
-from parquet_keytools.encryption import file_decryptor, file_encryptor
+from parquet_keytools.encryption import file_encryption
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import Footer, read_envelope, read_footer
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
@@ -34,11 +34,11 @@ from parquet_keytools.files.opened_file import (
 )
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
 from parquet_keytools.files.table_check import TableCheck, partition_names
-from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.format.file_layout import ByteSink, ByteSource
 from parquet_keytools.format.structs import ColumnMetaData
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation, real_location
+from parquet_keytools.storage.locations import FileLocation, open_source, real_location
 from parquet_keytools.storage.outputs import (
     PLAINTEXT_MODE,
     PendingOutput,
@@ -46,7 +46,6 @@ from parquet_keytools.storage.outputs import (
     pending_output,
     written_bytes,
 )
-from parquet_keytools.storage.sources import open_source
 from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, all_files, data_set, file_or_folder
 
 _COPIED_BYTES = 1 << 20
@@ -142,7 +141,7 @@ def decrypt_file(
         data = as_verified(opened, opened_source)
         with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
             if opened.is_encrypted:
-                file_decryptor.decrypt_columns(data, sink, opened.footer, opened.deks, on_progress=on_progress)
+                file_encryption.decrypt_columns(data, sink, opened.footer, opened.deks, on_progress=on_progress)
             else:
                 _copy(data, sink, on_progress)
     copied = not opened.is_encrypted
@@ -190,7 +189,7 @@ def rekey_file(
         with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
             encryption, key_material = new_file_encryption(new_keys, policy, target)
             with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
-                file_encryptor.encrypt_opened(
+                file_encryption.encrypt_opened(
                     data, sink, opened.footer, opened.deks, encryption, on_progress=on_progress
                 )
             put_in_place(pending, key_material)
@@ -246,11 +245,11 @@ def encrypt_pending(
         KmsError: A key cannot be wrapped.
         ParquetFormatError: The source is not a valid Parquet file.
     """
-    footer = file_encryptor.read_plaintext_footer(source)
+    footer = file_encryption.read_plaintext_footer(source)
     policy = policy_of(keys, table_name, footer, folder_names, key_values)
     encryption, key_material = new_file_encryption(keys, policy, pending.target)
     with pending.open_sink() as sink:
-        file_encryptor.encrypt_opened(
+        file_encryption.encrypt_opened(
             source, sink, footer, {}, encryption, threads=threads, on_progress=on_progress
         )
     return key_material, policy

@@ -49,9 +49,9 @@ from parquet_keytools.files.opened_file import (
 from parquet_keytools.files.table_check import TableCheck, protected_names, refuse_folders_above, seen_key
 from parquet_keytools.format.file_layout import accept_footers_up_to
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
-from parquet_keytools.keys.kek import Clock
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import (
+    Clock,
     DataKeys,
     DekToWrap,
     KeyUnwrapper,

@@ -39,15 +39,14 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.files.column_values import column_value
 from parquet_keytools.files.table_check import KeySource, SeenColumn, TableCheck, seen_key
-from parquet_keytools.format.byte_ranges import ByteSource, HeldSource
+from parquet_keytools.format.file_layout import ByteSource, HeldSource
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KmsKeys
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import warn_caller
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 from parquet_keytools.runtime.worker_processes import shared_with_workers
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import ends_with, open_source
+from parquet_keytools.storage.locations import FileLocation, ends_with, open_source
 
 T = TypeVar("T")
 

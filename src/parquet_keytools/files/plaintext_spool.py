@@ -12,11 +12,11 @@ from collections import OrderedDict, deque
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
+from parquet_keytools.encryption.module_cipher import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
 from parquet_keytools.errors import OutputError
-from parquet_keytools.format.byte_ranges import Bytes, check_range
+from parquet_keytools.format.file_layout import Bytes, check_range
 from parquet_keytools.runtime import operating_system
-from parquet_keytools.runtime.fork_safety import ForkSafeLock, OwnerProcess
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock, OwnerProcess
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.local_files import failing_as_output, refuse_in_child
 from parquet_keytools.storage.locations import FileLocation

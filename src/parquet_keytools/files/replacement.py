@@ -11,17 +11,23 @@ from pathlib import PurePosixPath
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import ChangedMeanwhileError, KeytoolsError
-from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.material_store import (
+from parquet_keytools.keys.key_material import (
     MAX_FILE_BYTES,
+    KeyMaterial,
     read_key_materials,
     remove_key_materials,
     serialise_key_materials,
     write_key_materials,
 )
-from parquet_keytools.runtime.working_threads import in_threads
+from parquet_keytools.runtime.threads_and_forks import in_threads
 from parquet_keytools.storage.local_files import FolderIdentity, exclusive_folder, written_meanwhile
-from parquet_keytools.storage.locations import FileLocation, folder_path, key_material_location, real_location
+from parquet_keytools.storage.locations import (
+    FileLocation,
+    folder_path,
+    key_material_location,
+    read_whole,
+    real_location,
+)
 from parquet_keytools.storage.outputs import (
     Check,
     PendingOutput,
@@ -31,7 +37,6 @@ from parquet_keytools.storage.outputs import (
     sync_folder,
     write_whole,
 )
-from parquet_keytools.storage.sources import read_whole
 
 _FILES_AT_A_TIME = 16
 

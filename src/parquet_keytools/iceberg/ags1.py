@@ -17,9 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
-from parquet_keytools.encryption.aes import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
+from parquet_keytools.encryption.module_cipher import NONCE_LENGTH, TAG_LENGTH, AesGcm, InvalidTag
 from parquet_keytools.errors import DecryptionError, FormatLimitError, NotEncryptedError
-from parquet_keytools.format.byte_ranges import Bytes, RangedFile
+from parquet_keytools.format.file_layout import Bytes, RangedFile
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 
 MAGIC = b"AGS1"

@@ -29,7 +29,7 @@ from pyiceberg.table.update import (
 )
 from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
-from parquet_keytools.encryption.aes import KEY_LENGTHS_BITS
+from parquet_keytools.encryption.module_cipher import KEY_LENGTHS_BITS
 from parquet_keytools.errors import (
     ConfigurationError,
     KeyMaterialError,

@@ -23,7 +23,7 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from parquet_keytools.config.loader import load_configuration
-from parquet_keytools.encryption.file_decryptor import decrypt_columns
+from parquet_keytools.encryption.file_encryption import decrypt_columns
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
@@ -37,7 +37,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail, naming_place
-from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
+from parquet_keytools.format.file_layout import ByteSource, RangedFile
 from parquet_keytools.iceberg.ags1 import Ags1Reader
 from parquet_keytools.iceberg.claims import (
     MAPPING_PROPERTY,
@@ -57,11 +57,10 @@ from parquet_keytools.iceberg.metadata import (
     read_metadata_file,
 )
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import expanded
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
+from parquet_keytools.storage.locations import ArrowSource, FileLocation
 from parquet_keytools.storage.outputs import BufferSink
-from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput
 

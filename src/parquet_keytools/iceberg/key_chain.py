@@ -16,7 +16,7 @@ from typing import Any
 
 from parquet_keytools import strict_base64
 from parquet_keytools.config.key_values import placeholders, with_value
-from parquet_keytools.encryption.aes import InvalidTag
+from parquet_keytools.encryption.module_cipher import InvalidTag
 from parquet_keytools.errors import (
     ConfigurationError,
     DecryptionError,
@@ -39,7 +39,7 @@ from parquet_keytools.iceberg.metadata import (
     StandardKeyMetadata,
     TableEncryption,
 )
-from parquet_keytools.keys.kek import KekCache
+from parquet_keytools.keys.key_wrapping import KekCache
 from parquet_keytools.kms.aes_key_wrap import unwrap_key, wrap_key
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.secret_bytes import SecretBytes

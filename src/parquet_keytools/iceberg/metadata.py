@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from parquet_keytools import strict_base64
-from parquet_keytools.encryption.aes import KEY_LENGTHS_BITS
+from parquet_keytools.encryption.module_cipher import KEY_LENGTHS_BITS
 from parquet_keytools.errors import KeyMaterialError, ParquetFormatError
 from parquet_keytools.secret_bytes import SecretBytes
 

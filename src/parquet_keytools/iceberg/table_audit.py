@@ -68,8 +68,7 @@ from parquet_keytools.iceberg.metadata import (
     read_metadata_file,
 )
 from parquet_keytools.runtime.presentation import expanded
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import ArrowSource
+from parquet_keytools.storage.locations import ArrowSource, FileLocation
 from parquet_keytools.storage.walk import all_files
 
 _MS_PER_DAY = 86_400_000

@@ -22,8 +22,7 @@ from pyiceberg.table import CommitTableResponse, TableProperties
 from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 from pyiceberg.typedef import IcebergBaseModel
 
-from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_source
+from parquet_keytools.encryption.file_encryption import FileEncryption, encrypt_source
 from parquet_keytools.errors import NotEncryptedError, OutputError
 from parquet_keytools.iceberg.ags1 import Ags1Writer
 from parquet_keytools.iceberg.claims import TablePlaces
@@ -31,9 +30,9 @@ from parquet_keytools.iceberg.file_io import EncryptedFileIO, EncryptedInputFile
 from parquet_keytools.iceberg.key_rotation import KeyChanges
 from parquet_keytools.iceberg.manifests import ListedFile
 from parquet_keytools.iceberg.metadata import MAX_METADATA_BYTES, StandardKeyMetadata, read_document
-from parquet_keytools.runtime.endings import share_with_arrow
+from parquet_keytools.runtime.threads_and_forks import share_with_arrow
+from parquet_keytools.storage.locations import BufferSource
 from parquet_keytools.storage.outputs import StreamSink
-from parquet_keytools.storage.sources import BufferSource
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from parquet_keytools.errors import (
     value_or_raise,
     without_frames,
 )
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 
 T = TypeVar("T")

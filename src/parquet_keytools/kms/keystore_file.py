@@ -98,8 +98,8 @@ from parquet_keytools.kms.passphrase import (
     read_private_file,
     replace_private_file,
 )
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 
 Clock = Callable[[], datetime]

@@ -38,7 +38,7 @@ from parquet_keytools.kms.client import (
     UnwrapRequest,
     WrapRequest,
 )
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 
 T = TypeVar("T")

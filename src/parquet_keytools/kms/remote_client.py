@@ -36,7 +36,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.client import KmsClient, KmsSettings, R, outcome_name
 from parquet_keytools.kms.transport import REFUSED, SILENT, connection_failure
-from parquet_keytools.runtime.fork_safety import ForkSafeLock, PerProcess, SharedWork
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock, PerProcess, SharedWork
 
 S = TypeVar("S")
 T = TypeVar("T")

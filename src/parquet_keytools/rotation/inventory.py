@@ -44,8 +44,7 @@ from parquet_keytools.rotation.file_keys import (
 )
 from parquet_keytools.rotation.rewrapper import MasterKeyVersions, Rewrapper, SameMasterKey, is_same_version
 from parquet_keytools.runtime.presentation import Summarised
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, Unseen, data_set
 from parquet_keytools.strict_base64 import encode
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parquet_keytools.config.key_policy import HOW_TO_DECIDE, ColumnPath, undecided_columns
-from parquet_keytools.encryption import file_decryptor, file_encryptor
+from parquet_keytools.encryption import file_encryption
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
@@ -31,7 +31,7 @@ from parquet_keytools.files.key_service import KeyService, NewFileKeys, TablePol
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
 from parquet_keytools.files.table_check import names_in_folders
-from parquet_keytools.format.byte_ranges import ByteSink, ByteSource
+from parquet_keytools.format.file_layout import ByteSink, ByteSource
 from parquet_keytools.keys.key_material import DataKeyId, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.rotation.data_set_run import InPlaceRequest, change_each_file
@@ -39,8 +39,7 @@ from parquet_keytools.rotation.file_keys import check_unchanged, read_tail
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.tail import REFUSED_HINT, proving
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation, real_location
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source, real_location
 from parquet_keytools.storage.walk import file_or_folder
 
 
@@ -93,7 +92,7 @@ def check_new_file(
             for row_group_ordinal in range(len(footer.row_groups)):
                 footer.chunk_metadata(row_group_ordinal, column, cipher)
         if all_modules:
-            file_decryptor.authenticate_columns(written, footer, deks)
+            file_encryption.authenticate_columns(written, footer, deks)
     return footer, deks
 
 
@@ -257,7 +256,7 @@ class _Rekeying:
         self, opened: OpenedFile, new: NewFileKeys, sink: contextlib.AbstractContextManager[ByteSink]
     ) -> None:
         with open_source(opened.location) as source, sink as opened_sink:
-            file_encryptor.encrypt_opened(
+            file_encryption.encrypt_opened(
                 as_verified(opened, source),
                 opened_sink,
                 opened.footer,
@@ -406,7 +405,7 @@ class _Encrypting:
         refuse_hard_links(location, "the plaintext")
         with open_source(location) as source:
             try:
-                footer = file_encryptor.read_plaintext_footer(source)
+                footer = file_encryption.read_plaintext_footer(source)
             except AlreadyEncryptedError:
                 check_unchanged(location, tail)
                 raise
@@ -427,7 +426,7 @@ class _Encrypting:
             ) as pending:
                 try:
                     with pending.open_sink() as sink:
-                        file_encryptor.encrypt_opened(
+                        file_encryption.encrypt_opened(
                             source, sink, footer, {}, new.encryption, on_progress=self._request.on_progress
                         )
                 except StorageFailedError:

@@ -27,9 +27,8 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.keys.kek import Kek, dek_of
 from parquet_keytools.keys.key_material import KeyMaterial, parse_object
-from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
+from parquet_keytools.keys.key_wrapping import Kek, decode_master_key_id, dek_of, encode_master_key_id
 from parquet_keytools.kms.client import KmsClient, MasterKeyDescription, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.rotation.report import KmsCalls
 from parquet_keytools.secret_bytes import SecretBytes

@@ -36,7 +36,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities, check_column_keys, check_footer_key
 from parquet_keytools.files.table_check import TableCheck
-from parquet_keytools.keys.kek import dek_of
+from parquet_keytools.keys.key_wrapping import dek_of
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation.data_set_run import (
     FileChange,

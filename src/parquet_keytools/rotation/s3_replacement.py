@@ -25,12 +25,11 @@ import botocore.exceptions
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import OutputError
-from parquet_keytools.format.byte_ranges import ByteSource, HeldSource
+from parquet_keytools.format.file_layout import ByteSource, HeldSource
 from parquet_keytools.rotation.file_keys import Tail, changed_while_rotated, check_unchanged
-from parquet_keytools.runtime.working_threads import in_threads
+from parquet_keytools.runtime.threads_and_forks import in_threads
 from parquet_keytools.storage.local_files import warn_left_behind
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 
 # --- A boto3 client with the options and permissions of one of Arrow's S3 file systems ---
 

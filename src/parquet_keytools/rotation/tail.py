@@ -19,8 +19,13 @@ from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import ChangedMeanwhileError, FileChangedError, KeytoolsError, OutputError
 from parquet_keytools.files.replacement import replacement
-from parquet_keytools.format.byte_ranges import ByteSource
-from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, TRAILER_LENGTH, with_trailer
+from parquet_keytools.format.file_layout import (
+    MAGIC,
+    MAGIC_ENCRYPTED_FOOTER,
+    TRAILER_LENGTH,
+    ByteSource,
+    with_trailer,
+)
 from parquet_keytools.format.structs import (
     ColumnCryptoMetaData,
     EncryptionWithColumnKey,
@@ -30,13 +35,12 @@ from parquet_keytools.format.structs import (
     RowGroup,
 )
 from parquet_keytools.format.thrift import Entry
-from parquet_keytools.keys.material_store import MAX_FILE_BYTES
+from parquet_keytools.keys.key_material import MAX_FILE_BYTES
 from parquet_keytools.rotation.file_keys import Tail, changed_while_rotated, check_unchanged
 from parquet_keytools.runtime import operating_system
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import FileLocation, ends_with, open_source, read_whole
 from parquet_keytools.storage.outputs import LocalSink
-from parquet_keytools.storage.sources import ends_with, open_source, read_whole
 
 # --- a new tail ---
 

@@ -32,9 +32,8 @@ from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
 from parquet_keytools.errors import KeytoolsError, WorkerProcessEndedError, kms_failure, without_frames
-from parquet_keytools.runtime.fork_safety import SharedWork
 from parquet_keytools.runtime.operating_system import POSIX, signals_blocked
-from parquet_keytools.runtime.working_threads import end
+from parquet_keytools.runtime.threads_and_forks import SharedWork, end
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -39,11 +39,10 @@ from parquet_keytools.files.opened_file import OpenedFile, as_verified, open_fil
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, names_in_folders, seen_key
 from parquet_keytools.format.structs import I32, ChunkStatistics, ColumnMetaData, Optional, Record, SchemaElement
 from parquet_keytools.runtime.presentation import install_hint
-from parquet_keytools.runtime.working_threads import end
+from parquet_keytools.runtime.threads_and_forks import end
 from parquet_keytools.scan.names import Kind, kinds_by_name
 from parquet_keytools.scan.values import TypeClass, Value, Verdict, judge
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.walk import AT_A_TIME, LeftOut, ParquetFile, Unseen, data_set
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput

@@ -12,9 +12,9 @@ from typing import IO, Any, Never
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from parquet_keytools.format.byte_ranges import RangedFile
-from parquet_keytools.runtime.endings import share_with_arrow
+from parquet_keytools.format.file_layout import RangedFile
 from parquet_keytools.runtime.presentation import shown_url
+from parquet_keytools.runtime.threads_and_forks import share_with_arrow
 
 _TIMEOUT_SECONDS = 60
 _CONTENT_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")

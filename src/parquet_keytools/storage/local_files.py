@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 
 from parquet_keytools.errors import OutputError, StorageFailedError
 from parquet_keytools.runtime import operating_system
-from parquet_keytools.runtime.fork_safety import OwnerProcess
+from parquet_keytools.runtime.threads_and_forks import OwnerProcess
 from parquet_keytools.storage.locations import FileLocation
 
 _log = logging.getLogger(__name__)

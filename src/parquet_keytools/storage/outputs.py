@@ -17,11 +17,10 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import ChangedMeanwhileError, OutputError
-from parquet_keytools.format.byte_ranges import Bytes, ByteSink, ByteSource, FileSource
+from parquet_keytools.format.file_layout import Bytes, ByteSink, ByteSource, FileSource
 from parquet_keytools.runtime import operating_system
-from parquet_keytools.runtime.endings import share_with_arrow
-from parquet_keytools.runtime.fork_safety import OwnerProcess
 from parquet_keytools.runtime.presentation import is_url
+from parquet_keytools.runtime.threads_and_forks import OwnerProcess, share_with_arrow
 from parquet_keytools.storage.local_files import (
     DEAD_AFTER_SECONDS,
     SCANS,
@@ -39,8 +38,7 @@ from parquet_keytools.storage.local_files import (
     temporary_name,
     warn_left_behind,
 )
-from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation, fsspec_of
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation, fsspec_of, open_source
 
 _log = logging.getLogger(__name__)
 

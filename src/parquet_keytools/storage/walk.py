@@ -33,8 +33,13 @@ from pyarrow import fs as pafs
 from parquet_keytools.errors import IncompleteDataSetError, NoParquetFilesError, OutputError, ParquetFormatError
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH
 from parquet_keytools.runtime.presentation import escaped_path
-from parquet_keytools.storage.locations import FileLocation, fsspec_of, key_material_location, with_slashes
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import (
+    FileLocation,
+    fsspec_of,
+    key_material_location,
+    open_source,
+    with_slashes,
+)
 
 _log = logging.getLogger(__name__)
 

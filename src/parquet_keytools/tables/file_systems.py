@@ -24,10 +24,8 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
 from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
 from parquet_keytools.files.replacement import NewKeyMaterial, put_all_in_place
-from parquet_keytools.format.byte_ranges import ByteSource, RangedFile
-from parquet_keytools.runtime.endings import in_use, share_with_arrow
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
-from parquet_keytools.runtime.working_threads import in_threads
+from parquet_keytools.format.file_layout import ByteSource, RangedFile
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock, in_threads, in_use, share_with_arrow
 from parquet_keytools.storage.local_files import (
     FolderIdentity,
     belongs_to_writer,
@@ -35,9 +33,8 @@ from parquet_keytools.storage.local_files import (
     identity_of_folder,
     remove_beneath,
 )
-from parquet_keytools.storage.locations import FileLocation, key_material_location
+from parquet_keytools.storage.locations import ArrowSource, FileLocation, key_material_location
 from parquet_keytools.storage.outputs import MadeFolders, PendingOutput, pending_output
-from parquet_keytools.storage.sources import ArrowSource
 from parquet_keytools.storage.walk import all_files, names_passed_over
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile

@@ -37,8 +37,7 @@ from parquet_keytools.files.opened_file import (
 from parquet_keytools.files.table_check import protected_names, refuse_values_of_folders
 from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.walk import LeftOutReason, ParquetFile, Unseen, data_set, raise_for_unseen
 from parquet_keytools.tables.file_systems import FOOTER_READ_BYTES, FilesAhead, ViewHandler
 from parquet_keytools.view.chunk_view import PageCache

@@ -21,11 +21,10 @@ from parquet_keytools.encryption.chunk_pages import check_crc, decrypt_page
 from parquet_keytools.encryption.module_cipher import LENGTH_LENGTH, NO_PAGE_ORDINAL, ChunkCipher
 from parquet_keytools.encryption.page_walk import HeaderWindow, read_encrypted_header
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.byte_ranges import ByteSource, HeldSource
-from parquet_keytools.format.file_layout import Region
+from parquet_keytools.format.file_layout import ByteSource, HeldSource, Region
 from parquet_keytools.format.pages import PageHeaderFacts, padded_header, with_sizes
 from parquet_keytools.format.structs import OffsetIndex, PageHeader
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 
 CACHE_BYTES = 64 * 1024 * 1024
 """Most bytes of all pages in a cache."""

@@ -36,7 +36,7 @@ from parquet_keytools.format.structs import (
     SchemaElement,
 )
 from parquet_keytools.format.thrift import Struct, WireType
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.view.chunk_view import PageCache
 

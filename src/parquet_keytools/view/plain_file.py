@@ -37,14 +37,17 @@ from parquet_keytools.files.opened_file import (
     read_again_if_changed,
 )
 from parquet_keytools.files.table_check import names_in_folders
-from parquet_keytools.format.byte_ranges import ByteSource, HeldSource, RangedFile, check_range
 from parquet_keytools.format.file_layout import (
     MAGIC,
     MAGIC_LENGTH,
     TAIL_LENGTH,
+    ByteSource,
+    HeldSource,
+    RangedFile,
     Region,
     RegionKind,
     arranged,
+    check_range,
     regions_of,
     with_trailer,
 )
@@ -57,11 +60,9 @@ from parquet_keytools.format.partial_footers import (
 )
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnChunk, ColumnMetaData, RowGroup, SchemaElement
 from parquet_keytools.format.thrift import WireType
-from parquet_keytools.runtime.endings import in_use, share_with_arrow
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock, in_use, share_with_arrow
 from parquet_keytools.storage.local_files import state_of_local
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.view.chunk_view import ChunkView, PageCache
 from parquet_keytools.view.digests import (
     REPETITION_FIELD_ID,

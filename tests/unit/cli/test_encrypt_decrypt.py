@@ -12,7 +12,7 @@ import pytest
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli.output import Messages
-from parquet_keytools.encryption import file_encryptor
+from parquet_keytools.encryption import file_encryption
 
 PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"]
 PARTS = ["year=1/a.parquet", "year=1/b.parquet", "year=2/c.parquet"]
@@ -332,7 +332,7 @@ def test_an_interruption_leaves_nothing_partial(
     kind: str,
     signal_number: signal.Signals,
 ) -> None:
-    original, calls = file_encryptor.encrypt_opened, []
+    original, calls = file_encryption.encrypt_opened, []
 
     def encrypt_file(source, sink, *arguments, **options):
         calls.append(source.path)
@@ -346,7 +346,7 @@ def test_an_interruption_leaves_nothing_partial(
         os.kill(os.getpid(), signal_number)
         raise OSError(5, "the file system failed, too")
 
-    monkeypatch.setattr(file_encryptor, "encrypt_opened", encrypt_file)
+    monkeypatch.setattr(file_encryption, "encrypt_opened", encrypt_file)
     target = tmp_path / "out" / "e.parquet"
     target.parent.mkdir()
     source = plain if kind == "file" else folder

@@ -103,13 +103,13 @@ def test_a_file_that_changes_meanwhile_is_not_replaced(
     config: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = pa.table({"id": [7], "name": ["new"]})
-    encrypt = rekeying.file_encryptor.encrypt_opened
+    encrypt = rekeying.file_encryption.encrypt_opened
 
     def change(*arguments, **options):
         encrypt(*arguments, **options)
         pq.write_table(other, plain)
 
-    monkeypatch.setattr(rekeying.file_encryptor, "encrypt_opened", change)
+    monkeypatch.setattr(rekeying.file_encryption, "encrypt_opened", change)
     with Keytools.from_yaml(config) as keytools, pytest.raises(OutputError, match="constantly being changed"):
         keytools.encrypt_in_place(plain)
     assert pq.read_table(plain).equals(other)

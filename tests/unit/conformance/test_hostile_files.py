@@ -53,8 +53,7 @@ from parquet_keytools.format.structs import (
     SchemaElement,
 )
 from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_struct
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.storage.locations import BufferSource, FileLocation
 
 _PRICE = 2
 _DEFINITION_LEVELS_LENGTH = 5

@@ -33,8 +33,7 @@ from parquet_keytools.errors import (
     TableMismatchError,
 )
 from parquet_keytools.format.structs import PageHeader
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 
 MASTER_KEYS = {name: base64.b64encode((name[:1] * 16).encode()).decode() for name in ("footer", "pii", "other")}
 ROWS = 90

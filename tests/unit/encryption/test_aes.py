@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from parquet_keytools.encryption import aes
-from parquet_keytools.encryption.aes import AesCtr, AesGcm, InvalidTag
+from parquet_keytools.encryption import module_cipher
+from parquet_keytools.encryption.module_cipher import AesCtr, AesGcm, InvalidTag
 from parquet_keytools.errors import FormatLimitError
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -150,7 +150,7 @@ class _OldAesGcm:
 def test_an_old_cryptography_does_the_same(
     monkeypatch: pytest.MonkeyPatch, key: str, nonce: str, plaintext: str, aad: str, ciphertext: str, tag: str
 ) -> None:
-    monkeypatch.setattr(aes, "AESGCM", _OldAesGcm)
+    monkeypatch.setattr(module_cipher, "AESGCM", _OldAesGcm)
     cipher = AesGcm(SecretBytes(bytes.fromhex(key)))
     data, nonce_bytes, aad_bytes = bytes.fromhex(plaintext), bytes.fromhex(nonce), bytes.fromhex(aad)
     # Views into larger memory, as for the pages of a file.

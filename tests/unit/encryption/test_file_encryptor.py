@@ -18,9 +18,7 @@ from soak import SOAK
 
 from parquet_keytools.encryption import aad
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
-from parquet_keytools.encryption.file_decryptor import decrypt_columns
-from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
-from parquet_keytools.encryption.file_encryptor import encrypt_source
+from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, decrypt_columns, encrypt_source
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.page_walk import walk_chunk

@@ -10,8 +10,13 @@ import pytest
 
 from parquet_keytools.encryption import module_cipher
 from parquet_keytools.encryption.aad import MAX_ORDINAL, ModulePlace, ModuleType, module_aad
-from parquet_keytools.encryption.aes import AesCtr
-from parquet_keytools.encryption.module_cipher import GCM_FRAMING, NO_PAGE_ORDINAL, ChunkCipher, ModuleCipher
+from parquet_keytools.encryption.module_cipher import (
+    GCM_FRAMING,
+    NO_PAGE_ORDINAL,
+    AesCtr,
+    ChunkCipher,
+    ModuleCipher,
+)
 from parquet_keytools.errors import DecryptionError, FormatLimitError
 from parquet_keytools.secret_bytes import SecretBytes
 

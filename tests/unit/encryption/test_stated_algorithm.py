@@ -11,8 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted, rekey_source
 
-from parquet_keytools.encryption.file_decryptor import column_deks, decrypt_columns
-from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, KeyChoice
+from parquet_keytools.encryption.file_encryption import (
+    ColumnKey,
+    FileEncryption,
+    KeyChoice,
+    column_deks,
+    decrypt_columns,
+)
 from parquet_keytools.encryption.footer import Footer, read_footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.page_walk import walk_chunk

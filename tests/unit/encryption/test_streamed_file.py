@@ -10,8 +10,7 @@ import pytest
 from memory_files import MemorySink, MemorySource
 
 from parquet_keytools.encryption import aad
-from parquet_keytools.encryption.file_encryption import FileEncryption
-from parquet_keytools.encryption.file_encryptor import StreamedFile
+from parquet_keytools.encryption.file_encryption import FileEncryption, StreamedFile
 from parquet_keytools.errors import FormatLimitError, ParquetFormatError
 from parquet_keytools.secret_bytes import SecretBytes
 

@@ -29,8 +29,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation.report import Outcome, RotationReport
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 
 KINDS: dict[str, dict[str, Any]] = {
     "internal": {},

@@ -6,7 +6,7 @@ import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from parquet_keytools.format.byte_ranges import RangedFile
+from parquet_keytools.format.file_layout import RangedFile
 
 DATA = bytes(range(256)) * 16
 

@@ -4,7 +4,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from parquet_keytools.errors import KeyMaterialError
-from parquet_keytools.keys.kek import Kek
+from parquet_keytools.keys.key_wrapping import Kek
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEK_ID = b"sixteen byte id."

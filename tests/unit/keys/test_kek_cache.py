@@ -8,7 +8,7 @@ import pytest
 from faults import TurnedClock
 
 from parquet_keytools.errors import KmsError, KmsUnavailableError
-from parquet_keytools.keys.kek import KekCache
+from parquet_keytools.keys.key_wrapping import KekCache
 
 LONG = 1000.0
 

@@ -6,9 +6,8 @@ import pytest
 from faults import FaultyKms, TurnedClock
 
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsResponseInvalidError, KmsUnavailableError
-from parquet_keytools.keys.kek import Kek
 from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_wrapping import DekToWrap, KeyWrapper, Wrapping
+from parquet_keytools.keys.key_wrapping import DekToWrap, Kek, KeyWrapper, Wrapping
 from parquet_keytools.kms.contract_tests import unwrap_one
 from parquet_keytools.secret_bytes import SecretBytes
 

@@ -31,7 +31,7 @@ from parquet_keytools.kms.gcp.connection import (
     load_credentials,
     open_client,
 )
-from parquet_keytools.runtime.fork_safety import CallGate
+from parquet_keytools.runtime.threads_and_forks import CallGate
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 

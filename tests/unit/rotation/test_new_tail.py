@@ -29,8 +29,7 @@ from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import Outcome
 from parquet_keytools.rotation.tail import check_new_tail, footer_of, new_tail
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.storage.locations import BufferSource, FileLocation
 
 every_footer = pytest.mark.parametrize("plaintext_footer", [True, False])
 

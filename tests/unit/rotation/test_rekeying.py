@@ -14,7 +14,7 @@ from rotation_case import TABLE, Case, external_entries, materials, names, read_
 
 from parquet_keytools import KeytoolsError
 from parquet_keytools.errors import KeyMaterialError, OutputError
-from parquet_keytools.format.byte_ranges import shortened
+from parquet_keytools.format.file_layout import shortened
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import rekeying, tail
 from parquet_keytools.secret_bytes import SecretBytes
@@ -145,13 +145,13 @@ def test_a_new_file_that_does_not_open_does_not_take_the_place(
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
     before = path.read_bytes()
-    original = rekeying.file_encryptor.encrypt_opened
+    original = rekeying.file_encryption.encrypt_opened
 
     def damage(source: Any, sink: Any, *arguments: Any, **options: Any) -> None:
         original(source, sink, *arguments, **options)
         sink.write_at(offset if offset > 0 else source.size_bytes + offset, b"\0" * 8)
 
-    monkeypatch.setattr(rekeying.file_encryptor, "encrypt_opened", damage)
+    monkeypatch.setattr(rekeying.file_encryption, "encrypt_opened", damage)
     with pytest.raises(
         OutputError, match=rf"^{path}: the new file cannot be read: {said}\. The file is as it was"
     ) as raised:
@@ -193,14 +193,14 @@ def test_a_new_file_that_lacks_rows_does_not_take_the_place(
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
     before = path.read_bytes()
-    original = rekeying.file_encryptor.encrypt_opened
+    original = rekeying.file_encryption.encrypt_opened
 
     def one_row_less(source: Any, sink: Any, footer: Any, *arguments: Any, **options: Any) -> None:
         footer.metadata.num_rows -= 1
         original(source, sink, footer, *arguments, **options)
         footer.metadata.num_rows += 1
 
-    monkeypatch.setattr(rekeying.file_encryptor, "encrypt_opened", one_row_less)
+    monkeypatch.setattr(rekeying.file_encryption, "encrypt_opened", one_row_less)
     with pytest.raises(OutputError, match=r"x\.parquet.* differs from the old file\. The file is as it was"):
         case.tools().rekey_in_place(path)
     assert path.read_bytes() == before
@@ -226,14 +226,14 @@ def test_columns_with_the_data_keys_of_each_other(
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
     before = path.read_bytes()
-    original = rekeying.file_encryptor.encrypt_opened
+    original = rekeying.file_encryption.encrypt_opened
 
     def swap(source: Any, sink: Any, footer: Any, deks: Any, new: Any, **options: Any) -> None:
         columns = dict(new.columns)
         columns["a",], columns["b",] = columns["b",], columns["a",]
         original(source, sink, footer, deks, dataclasses.replace(new, columns=columns), **options)
 
-    monkeypatch.setattr(rekeying.file_encryptor, "encrypt_opened", swap)
+    monkeypatch.setattr(rekeying.file_encryption, "encrypt_opened", swap)
     with pytest.raises(OutputError, match=r"the new file cannot be read: .* does not authenticate"):
         case.tools().rekey_in_place(path, verify=verify)
     assert path.read_bytes() == before

@@ -11,7 +11,7 @@ from faults import FaultyKms
 from rotation_case import MASTER_KEYS, TABLE, Case
 
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsResponseInvalidError, KmsUnavailableError
-from parquet_keytools.keys.kek import Kek
+from parquet_keytools.keys.key_wrapping import Kek
 from parquet_keytools.kms.client import RewrapRequest
 from parquet_keytools.kms.contract_tests import wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from parquet_keytools.runtime import fork_safety
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime import threads_and_forks
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -94,7 +94,7 @@ def test_a_plain_lock_would_hang() -> None:
 def test_does_not_keep_locks_alive() -> None:
     locks = [ForkSafeLock() for _ in range(100)]
     references = [weakref.ref(lock) for lock in locks]
-    assert all(lock in fork_safety._all_locks for lock in locks)
+    assert all(lock in threads_and_forks._all_locks for lock in locks)
     del locks
     gc.collect()
     assert [reference() for reference in references] == [None] * 100

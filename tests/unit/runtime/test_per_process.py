@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from parquet_keytools.runtime.fork_safety import PerProcess
+from parquet_keytools.runtime.threads_and_forks import PerProcess
 
 
 class Thing:

@@ -28,7 +28,7 @@ from parquet_keytools.errors import (
     KmsThrottledError,
     MasterKeyNotFoundError,
 )
-from parquet_keytools.keys.kek import KekCache
+from parquet_keytools.keys.key_wrapping import KekCache
 from parquet_keytools.kms.client import WrapRequest
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 

@@ -19,7 +19,7 @@ from parquet_keytools import audit
 from parquet_keytools.errors import ConfigurationError, KmsThrottledError, WorkerProcessEndedError
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.runtime import worker_processes
-from parquet_keytools.runtime.fork_safety import SharedWork
+from parquet_keytools.runtime.threads_and_forks import SharedWork
 from parquet_keytools.runtime.worker_processes import FileWorkers, command_line_processes, shared_with_workers
 
 

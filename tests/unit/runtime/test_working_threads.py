@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from parquet_keytools.runtime.working_threads import in_threads, share_out
+from parquet_keytools.runtime.threads_and_forks import in_threads, share_out
 
 _SECONDS = 60
 
@@ -150,7 +150,7 @@ def test_no_thread_goes_on_where_another_one_cannot_be_started(monkeypatch: pyte
 
 _CTRL_C = """
 import os, sys, threading, time
-from parquet_keytools.runtime.working_threads import in_threads, share_out
+from parquet_keytools.runtime.threads_and_forks import in_threads, share_out
 
 out = open(sys.argv[1], "w+b", buffering=0)
 

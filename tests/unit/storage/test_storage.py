@@ -11,7 +11,7 @@ import pytest
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import OutputError, ParquetFormatError
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import ArrowSource, BufferSource, FileLocation, open_source, read_whole
 from parquet_keytools.storage.outputs import (
     BufferSink,
     StreamSink,
@@ -20,7 +20,6 @@ from parquet_keytools.storage.outputs import (
     whole_output,
     write_whole,
 )
-from parquet_keytools.storage.sources import ArrowSource, BufferSource, open_source, read_whole
 
 # --- resolve ---
 

@@ -9,7 +9,7 @@ import pyarrow.dataset as ds
 import pytest
 from unit.tables.test_file_writer import tools
 
-from parquet_keytools.storage.sources import ArrowSource
+from parquet_keytools.storage.locations import ArrowSource
 
 ROWS = 200_000
 TABLE = pa.table({name: pa.array(range(ROWS)) for name in ("id", "name", "x", "y")})

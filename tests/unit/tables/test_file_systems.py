@@ -12,7 +12,7 @@ import pytest
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import OutputError
-from parquet_keytools.storage.sources import BufferSource
+from parquet_keytools.storage.locations import BufferSource
 from parquet_keytools.tables import file_systems
 from parquet_keytools.tables.file_systems import SourceInParts
 

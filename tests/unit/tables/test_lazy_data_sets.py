@@ -35,7 +35,7 @@ from parquet_keytools.errors import (
     TableMismatchError,
 )
 from parquet_keytools.files import opened_file
-from parquet_keytools.keys.kek import Kek
+from parquet_keytools.keys.key_wrapping import Kek
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.tables import file_systems
 

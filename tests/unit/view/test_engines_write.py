@@ -17,8 +17,7 @@ import pytest
 
 from parquet_keytools import Keytools
 from parquet_keytools.encryption.footer import read_envelope
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.sources import open_source
+from parquet_keytools.storage.locations import FileLocation, open_source
 
 CANARY = "canary-of-a-secret-value"
 FRAME = pd.DataFrame(

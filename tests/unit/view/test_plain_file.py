@@ -366,7 +366,7 @@ def test_a_file_that_changes_is_reported(case: ViewCase, monkeypatch: pytest.Mon
     other = case.encrypt(parquet_bytes(TABLE.slice(0, 10)), "other.parquet")
 
     def replaced(location: FileLocation) -> Any:
-        from parquet_keytools.storage.sources import open_source
+        from parquet_keytools.storage.locations import open_source
 
         return open_source(FileLocation.resolve(other))
 

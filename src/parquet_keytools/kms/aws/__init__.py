@@ -50,7 +50,7 @@ from parquet_keytools.kms.client import (
     checked_key,
 )
 from parquet_keytools.kms.remote_client import RemoteKmsClient, Time
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 
 _MAX_BLOB_LENGTH = 6_144

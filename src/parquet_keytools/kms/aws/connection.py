@@ -47,8 +47,8 @@ from parquet_keytools.kms.transport import (
     tls_failure,
     unreachable_because,
 )
-from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
 from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.runtime.threads_and_forks import OwnerProcess, PerProcess
 
 _MAX_CONTEXT_LENGTH = 8_192
 

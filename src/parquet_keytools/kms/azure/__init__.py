@@ -46,7 +46,7 @@ from parquet_keytools.kms.client import (
     checked_key,
 )
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteOperation, Time
-from parquet_keytools.runtime.fork_safety import PerProcess
+from parquet_keytools.runtime.threads_and_forks import PerProcess
 from parquet_keytools.secret_bytes import SecretBytes
 
 _NAME = re.compile(r"[0-9A-Za-z-]{1,127}")

@@ -43,8 +43,8 @@ from parquet_keytools.kms.transport import (
     retry_after_seconds,
     unreachable_because,
 )
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 
 _LOGINS = {
     # login -> the settings that it needs, and others that it takes

@@ -57,8 +57,8 @@ from parquet_keytools.kms.gcp.connection import (
     open_client,
 )
 from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteOperation, Time
-from parquet_keytools.runtime.fork_safety import OwnerProcess, PerProcess
 from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.runtime.threads_and_forks import OwnerProcess, PerProcess
 from parquet_keytools.secret_bytes import SecretBytes
 
 _CRYPTO_KEY = re.compile(rf"{KEY_RING.pattern}/cryptoKeys/{NAME}")

@@ -37,7 +37,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.remote_client import RemoteKmsSettings, bytes_of_context
 from parquet_keytools.kms.transport import REFUSED, SILENT, SdkLogs, is_loopback
-from parquet_keytools.runtime.fork_safety import CallGate, ForkSafeLock
+from parquet_keytools.runtime.threads_and_forks import CallGate, ForkSafeLock
 
 _ENDPOINT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?")
 _EMAIL = r"^[^@\s]+@[^@\s]+$"

@@ -32,8 +32,8 @@ from parquet_keytools.errors import (
 from parquet_keytools.kms.passphrase import passphrase_source
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.kms.transport import Meaning
-from parquet_keytools.runtime.fork_safety import CallGate, ForkSafeLock, OwnerProcess
 from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.runtime.threads_and_forks import CallGate, ForkSafeLock, OwnerProcess
 
 
 class Pkcs11Settings(RemoteKmsSettings):

@@ -49,7 +49,7 @@ from parquet_keytools.kms.vault.connection import (
     open_session,
 )
 from parquet_keytools.kms.vault.session import VaultSession, token_source
-from parquet_keytools.runtime.fork_safety import PerProcess
+from parquet_keytools.runtime.threads_and_forks import PerProcess
 from parquet_keytools.secret_bytes import SecretBytes
 
 T = TypeVar("T")

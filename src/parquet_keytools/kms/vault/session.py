@@ -18,8 +18,8 @@ from pydantic import SecretStr
 
 from parquet_keytools.errors import KmsConfigurationError, KmsError
 from parquet_keytools.kms.vault.connection import NOT_JSON, TOKEN_DEAD, VaultRefusal, VaultServer, VaultSettings
-from parquet_keytools.runtime.fork_safety import ForkSafeLock
 from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 
 _MAX_SECRET_BYTES = 64 * 1024
 
