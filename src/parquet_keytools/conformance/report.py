@@ -5,7 +5,6 @@ The rules are in the tables of `rules.md`.
 
 from __future__ import annotations
 
-import pkgutil
 import re
 import threading
 from collections import Counter
@@ -13,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cached_property
+from importlib import resources
 from typing import Any
 
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
@@ -75,7 +75,7 @@ _ROW = re.compile(r"\| `(\S+)` \((\w+)\) \| (.+?) \| (.+?) \| (.+?) \|")
 
 def _table() -> Iterator[Rule]:
     """Read `rules.md`: a heading for each scope, and a row for each rule."""
-    text = (pkgutil.get_data(__package__, "rules.md") or b"").decode()
+    text = resources.files(__package__).joinpath("rules.md").read_text("utf-8")
     for part, scope in zip(text.split("\n## ")[1:], Scope, strict=True):
         for rule_id, severity, section, holds, gain in _ROW.findall(part):
             yield Rule(rule_id, section, Severity(severity), scope, holds, gain)
