@@ -40,15 +40,7 @@ CHECK_SECONDS = 4.0
 
 @dataclass(frozen=True)
 class MasterKeyCheck:
-    """The result of wrapping and unwrapping a throw-away key with a master key.
-
-    Attributes:
-        name: Name of the master key in the configuration.
-        master_key_id: Its identifier in the KMS.
-        backend: Name of the KMS client.
-        version: The version that wrapped; None if the wrapped key does not name it.
-        error: The failure, or None.
-    """
+    """The result of wrapping and unwrapping a throw-away key; `version` wrapped, if the wrapped key names it."""
 
     name: str
     master_key_id: str
@@ -71,15 +63,9 @@ class MasterKeyCheck:
 
 @dataclass(frozen=True)
 class ColumnCheck:
-    """The key of a column.
+    """The key of a leaf column, and the label that decides.
 
-    Attributes:
-        dotted_path: The leaf column.
-        kind: `plaintext`, `footer_key` or `column_key`.
-        key_name: Name of the key; None for plaintext.
-        master_key_id: Identifier of the master key; None for plaintext and data keys.
-        class_name: The class of the label that decides; None without one.
-        label_place: Where the label was found; None without one.
+    `kind` is `plaintext`, `footer_key` or `column_key`; `master_key_id` is None for plaintext and data keys.
     """
 
     dotted_path: str
@@ -268,12 +254,8 @@ def check_columns(
 ) -> list[ColumnCheck]:
     """Return the key that each leaf column of a Parquet file gets. The file may be plaintext or encrypted.
 
-    Args:
-        configuration: The configuration with the table.
-        file: The file, whose footer has the schema.
-        table_name: The table; None if there is only one.
-        aad_prefix: The AAD prefix of the file; None for the stored prefix, or else the prefix of the table.
-        kms: Unwraps the key of an encrypted footer; None to make no KMS calls.
+    Without `aad_prefix`, the file has the stored prefix, or else the prefix of the table. Without `kms`, no KMS
+    call is made, and encrypted footers are refused.
 
     Raises:
         ConfigurationError: There is no such table, or its patterns do not match the columns.

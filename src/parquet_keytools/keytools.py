@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, cast
 import pyarrow as pa
 
 from parquet_keytools import audit
-from parquet_keytools.config.key_policy import MasterKeyReference, hash_key_reference, resolve_key
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration, HashKeySettings
 from parquet_keytools.conformance import verification
@@ -21,14 +20,14 @@ from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.erasure.key_erasure import Erasure
 from parquet_keytools.erasure.rewrite import FileRewrite, rewrite_rows
-from parquet_keytools.errors import ConfigurationError, KmsResponseInvalidError, value_or_raise
+from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files import conversion
-from parquet_keytools.files.denied_columns import SECRET_LENGTH_BITS, unwrapped_secret
+from parquet_keytools.files.denied_columns import unwrapped_secret, wrapped_secret
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.files.tenant_keys import TenantKey, create_tenant_keys
 from parquet_keytools.keys.key_wrapping import Clock
-from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
+from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation import rekeying
 from parquet_keytools.rotation.data_set_run import InPlaceRequest, OnFile, RunOptions
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
@@ -36,7 +35,6 @@ from parquet_keytools.rotation.report import FileRotation, RotationReport
 from parquet_keytools.rotation.rewrapper import same_master_key
 from parquet_keytools.rotation.rotate import Rewrapping, master_key_id, plan_rotation, prefix_of, rotate_data_set
 from parquet_keytools.runtime.presentation import Summarised, install_hint
-from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths
 from parquet_keytools.tables import writing
 from parquet_keytools.tables.properties import ArrowEncryptor, decryption_properties, polars_decryption
@@ -59,6 +57,27 @@ class Keytools(Summarised):
 
     An object may be used by any number of threads, and after a fork. It may be pickled to worker processes: the
     pickle holds the configuration without its secrets, and no key.
+
+    Where a method does not say otherwise, its arguments mean:
+
+    - `path`, `folder`, `source`, `target`: a path, or a URI such as `s3://bucket/key.parquet`.
+    - `filesystem`, `source_filesystem`, `target_filesystem`: a `pyarrow.fs` or fsspec file system, in which the
+      paths are.
+    - `table_name`: the table of the files in the configuration, whose policy they follow and whose AAD prefix they
+      must have; None if the configuration has only one.
+    - `aad_prefix`: the AAD prefix that files must have that are read; None for the prefix of the table.
+    - `overwrite`: whether an existing file is replaced. If not, a file is an error, even one that appears during
+      the work.
+    - `key_values`: placeholder in names of keys -> value, such as `{"tenant": "acme"}`, for all files.
+    - `on_progress`: called with the number of bytes after each write, from any thread.
+    - `keep_results`: whether a report lists all files, or only failed ones: a million files take memory.
+    - `on_file`: called with the outcome of each file.
+    - `follow_links`: whether to change files outside `path` that links lead to. If not, they count as failed.
+    - `list_key`: the master key of lists of files; None for the footer key of the table. Anyone who may unwrap
+      keys with it can forge a list.
+
+    A file or folder that does not exist is a `FileNotFoundError`, a folder without Parquet files a
+    `NoParquetFilesError`. Whatever else is wrong with a file or its keys is a subclass of `KeytoolsError`.
 
     Attributes:
         configuration: The configuration.
@@ -175,11 +194,6 @@ class Keytools(Summarised):
             data: A pyarrow table, batch, reader, data set or scanner; a list of tables or batches; or an object
                 with `__arrow_c_stream__`, such as a pandas or Polars DataFrame or a DuckDB relation.
             path: A path, or a URI such as `s3://bucket/key.parquet`.
-            table_name: The table in the configuration; None if it has only one.
-            overwrite: Whether an existing file is replaced. If not, a file is an error, even one that appears
-                during the work.
-            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`.
-            filesystem: A `pyarrow.fs` or fsspec file system.
             options: Further arguments of `pyarrow.parquet.write_table`, such as `compression`.
 
         Raises:
@@ -223,10 +237,6 @@ class Keytools(Summarised):
         Args:
             path: A path, or a URI such as `s3://bucket/key.parquet`.
             schema: The schema of the data.
-            table_name: The table in the configuration; None if it has only one.
-            overwrite: As with `write_table`.
-            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`.
-            filesystem: A `pyarrow.fs` or fsspec file system.
             options: Further arguments of `pyarrow.parquet.ParquetWriter`, such as `compression`.
 
         Raises:
@@ -262,10 +272,6 @@ class Keytools(Summarised):
             path: A path or URI of a file or folder, a glob such as `data/year=*/*.parquet`, or a list of these.
             columns: Names of columns; None reads all of them.
             filters: As `pyarrow.parquet.read_table` takes them.
-            table_name: The table of the files, whose AAD prefix they must have; None if the configuration has only
-                one.
-            aad_prefix: The AAD prefix that the files must have.
-            filesystem: A `pyarrow.fs` or fsspec file system.
             options: Further arguments of `pyarrow.parquet.read_table`, the same for files and folders, such as
                 `use_threads`, `pre_buffer`, `read_dictionary` or `coerce_int96_timestamp_unit`.
 
@@ -273,7 +279,6 @@ class Keytools(Summarised):
             ColumnAccessDeniedError: The keys of requested columns are unavailable.
             NotEncryptedError: A file is not encrypted.
             ReusedKeysError: Two files share data keys and file unique.
-            KeytoolsError: Another subclass says what is wrong with a file or its keys.
             TypeError: An option does not exist, or `columns` is not a list of names.
         """
         from parquet_keytools.tables.reading import ReadOptions, ReadRequest, read_table
@@ -303,18 +308,14 @@ class Keytools(Summarised):
 
         Args:
             data: As with `write_table`. Streams are written as they arrive.
-            folder: A path or URI.
-            table_name: The table in the configuration; None if it has only one.
             partitioning: Names of columns, or a pyarrow partitioning.
             partitioning_flavor: `hive`, unless `partitioning` says otherwise.
-            filesystem: A `pyarrow.fs` or fsspec file system.
             write_options: For the Parquet writer, such as `compression`.
             overwrite: Whether files of the same names may be replaced, if `existing_data_behavior` allows it.
                 Otherwise, such a file is an error, even one that appears during the work; other files of the data
                 set may be in their places then.
             durable: Whether all local files are synced to disk before the first of them appears. If not, a crash
                 of the machine may leave empty or damaged files.
-            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`.
             options: Further arguments of `pyarrow.dataset.write_dataset`.
 
         Raises:
@@ -363,10 +364,7 @@ class Keytools(Summarised):
             folder: A path or URI of a folder or file, a glob such as `data/year=*/*.parquet`, or a list of these.
             columns: The columns that will be read or filtered; None means all of them.
             filters: The filters that the data will be read with; a scan still needs its own filter.
-            table_name: The table of the files; None if the configuration has only one.
-            aad_prefix: The AAD prefix that every file must have.
             partitioning: As `pyarrow.dataset.dataset` takes it.
-            filesystem: A `pyarrow.fs` or fsspec file system.
             schema: The schema of the data set; by default, the schema of its first file.
             options: How pyarrow reads files, as with `read_table`: `pre_buffer`, `read_dictionary`
                 and others. `use_threads` is an option of the scan.
@@ -374,7 +372,6 @@ class Keytools(Summarised):
         Raises:
             ColumnAccessDeniedError: The keys of requested columns are unavailable.
             NotEncryptedError: A file is not encrypted.
-            KeytoolsError: Another subclass says what is wrong with a file or its keys.
             TypeError: An option does not exist, or `columns` is not a list of names.
         """
         from parquet_keytools.tables.reading import ReadOptions, ReadRequest
@@ -417,15 +414,11 @@ class Keytools(Summarised):
 
         Args:
             path: A path or URI of a folder, or of one file.
-            table_name: The table of the files; None if the configuration has only one.
-            aad_prefix: The AAD prefix that every file must have.
             partitioning: As `pyarrow.dataset.dataset` takes it.
-            filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             ConfigurationError: Polars is not installed.
             NotEncryptedError: The first file is not encrypted.
-            KeytoolsError: Another subclass says what is wrong with the first file or its keys.
         """
         from parquet_keytools.tables.reading import scan_polars
 
@@ -457,16 +450,9 @@ class Keytools(Summarised):
         Only the footer is read. Statistics are decrypted; offsets are offsets in the encrypted file. Columns whose
         keys are refused are left out if the configuration says `denied_columns: hide`.
 
-        Args:
-            path: A path or URI of a file.
-            table_name: The table of the file; None if the configuration has only one.
-            aad_prefix: The AAD prefix that the file must have.
-            filesystem: A `pyarrow.fs` or fsspec file system.
-
         Raises:
             ColumnAccessDeniedError: The keys of columns are unavailable.
             NotEncryptedError: The file is not encrypted.
-            KeytoolsError: Another subclass says what is wrong with the file or its keys.
             OSError: The file cannot be read, or is a folder.
         """
         from parquet_keytools.tables.reading import read_metadata
@@ -485,9 +471,6 @@ class Keytools(Summarised):
 
         Args:
             path: A path or URI, a glob, or a list of these.
-            table_name: The table; None if the configuration has only one.
-            aad_prefix: The AAD prefix that each file must have.
-            filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             KeytoolsError: As with `metadata` and `dataset`.
@@ -510,7 +493,6 @@ class Keytools(Summarised):
         rest is in an unnamed temporary file beside them, encrypted with a key of this process.
 
         Args:
-            table_name: The table of all files; None if the configuration has only one.
             filesystem: The underlying `pyarrow.fs` or fsspec file system, or the URI of a folder at which paths
                 begin; None for the local file system.
 
@@ -547,9 +529,6 @@ class Keytools(Summarised):
 
         Args:
             path: A path or URI of a folder, or of one file.
-            table_name: The table of all files; None if the configuration has only one.
-            aad_prefix: The AAD prefix that each file that is read must have; None for the prefix of the table.
-            filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             ConfigurationError: The table does not exist, or fsspec is not installed.
@@ -565,12 +544,6 @@ class Keytools(Summarised):
         filesystem: Any = None,
     ) -> BinaryIO:
         """Open an encrypted file as a seekable file object that reads as plain Parquet.
-
-        Args:
-            path: A path or URI.
-            table_name: The table of the file; None if the configuration has only one.
-            aad_prefix: The AAD prefix that the file must have; None for the prefix of the table.
-            filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             NotEncryptedError: The file is not encrypted.
@@ -612,10 +585,8 @@ class Keytools(Summarised):
         `partition_cols`, use `filesystem` or `write_dataset`; to write many row groups, use `writer`.
 
         Args:
-            table_name: The table in the configuration; None if it has only one.
             schema: The schema of the data.
             path: Where the file will be written.
-            filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             ConfigurationError: The table's columns do not fit the schema.
@@ -642,12 +613,7 @@ class Keytools(Summarised):
         this class have no such limit.
 
         Args:
-            path: A path or URI of the file.
             columns: The columns that will be read or filtered; None for all of them.
-            table_name: The table of the file, whose AAD prefix it must have; None if the configuration has only
-                one.
-            aad_prefix: The AAD prefix that the file must have.
-            filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             NotEncryptedError: The file is not encrypted.
@@ -655,7 +621,6 @@ class Keytools(Summarised):
             TypeError: `columns` is not a list of names.
             ValueError: The file has no column of a name in `columns`.
             UnsupportedByArrowError: pyarrow cannot decrypt the file; `read_table` can.
-            KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
         location = FileLocation.resolve(path, filesystem)
         return decryption_properties(self._keys, location, columns, table_name, aad_prefix)
@@ -678,12 +643,7 @@ class Keytools(Summarised):
         The result holds data keys in memory that Polars owns. Polars does not pickle or serialise it.
 
         Args:
-            path: A path or URI of the file.
             columns: The columns that will be read or filtered; None for all of them.
-            table_name: The table of the file, whose AAD prefix it must have; None if the configuration has only
-                one.
-            aad_prefix: The AAD prefix that the file must have.
-            filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             ConfigurationError: Polars is not installed, or is too old.
@@ -692,7 +652,6 @@ class Keytools(Summarised):
             TypeError: `columns` is not a list of names.
             ValueError: The file has no column of a name in `columns`.
             UnsupportedByPolarsError: Polars cannot decrypt the file; `scan_polars` can read it.
-            KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
         location = FileLocation.resolve(path, filesystem)
         return polars_decryption(self._keys, location, columns, table_name, aad_prefix)
@@ -711,7 +670,6 @@ class Keytools(Summarised):
         `frame.write.options(**keytools.spark_options("flights", frame.schema)).parquet(path)`.
 
         Args:
-            table_name: The table in the configuration; None if it has only one.
             schema: The schema of the frame.
             partition_by: The columns that the write passes to `partitionBy`. Their values are not protected.
             key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`; by default, each file
@@ -742,9 +700,6 @@ class Keytools(Summarised):
         one table, Spark takes all files for files of this table without these options. Catalog tables that were
         written with `spark_options` do not need them either.
 
-        Args:
-            table_name: The table in the configuration; None if it has only one.
-
         Raises:
             ConfigurationError: The table does not exist.
         """
@@ -770,20 +725,11 @@ class Keytools(Summarised):
         """Encrypt a plaintext Parquet file. The target appears whole or not at all.
 
         Args:
-            source: A path or URI.
-            target: A path or URI.
-            table_name: The table in the configuration; None if it has only one.
-            overwrite: Whether an existing target is replaced. If not, a target is an error, even one that appears
-                during the work.
             skip_existing: Whether to skip a target that is newer than the source, has the same rows, columns and
                 statistics, and is encrypted with the keys that the table wants now. The result says whether the
                 file was skipped. `"unauthenticated"` needs no right to unwrap: it compares algorithm, AAD prefix
                 and the footer's master key, with a plaintext footer also rows, columns and their master keys, and
                 authenticates nothing.
-            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`.
-            source_filesystem: A `pyarrow.fs` or fsspec file system.
-            target_filesystem: A `pyarrow.fs` or fsspec file system.
-            on_progress: Called with the number of bytes after each write, from any thread.
 
         Raises:
             AlreadyEncryptedError: The source is encrypted; use `rekey_file`.
@@ -823,20 +769,11 @@ class Keytools(Summarised):
         A plaintext file is copied if the configuration says `plaintext_files: allow`.
 
         Args:
-            source: A path or URI.
-            target: A path or URI.
-            table_name: The table of the source, whose AAD prefix it must have; None if the configuration has only
-                one.
-            aad_prefix: The AAD prefix that the source must have.
-            overwrite: As with `encrypt_file`.
             skip_existing: As with `encrypt_file`.
             mode: Permissions of a local target, such as `0o640`. By default, only its owner may read and write it.
             identities: One `FileIdentities(refuses=True)` for all files of a folder that are decrypted one by one:
                 a file that shares data keys and file unique with another file is refused. Without it, there is
                 only a warning.
-            source_filesystem: A `pyarrow.fs` or fsspec file system.
-            target_filesystem: A `pyarrow.fs` or fsspec file system.
-            on_progress: Called with the number of bytes after each write, from any thread.
 
         Raises:
             NotEncryptedError: The source is not encrypted.
@@ -844,7 +781,6 @@ class Keytools(Summarised):
             DecryptionError: A part of the source does not authenticate.
             ReusedKeysError: The source shares data keys and file unique with another file.
             OutputError: The target is the source, or cannot be written.
-            KeytoolsError: Another subclass says what is wrong with the file or its keys.
         """
         return conversion.decrypt_file(
             self._keys,
@@ -878,18 +814,9 @@ class Keytools(Summarised):
         """Encrypt an encrypted Parquet file with new data keys, under another table if one is named.
 
         Args:
-            source: A path or URI.
-            target: A path or URI.
-            table_name: The table of the source, whose AAD prefix it must have.
             new_table_name: The table of the target; by default `table_name`.
             new_keytools: A `Keytools` with another configuration, whose keys and tables the target uses.
-            aad_prefix: The AAD prefix that the source must have.
-            overwrite: As with `encrypt_file`.
             skip_existing: As with `encrypt_file`.
-            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`.
-            source_filesystem: A `pyarrow.fs` or fsspec file system.
-            target_filesystem: A `pyarrow.fs` or fsspec file system.
-            on_progress: Called with the number of bytes after each write, from any thread.
 
         Raises:
             KeytoolsError: As with `decrypt_file` and `encrypt_file`.
@@ -924,16 +851,7 @@ class Keytools(Summarised):
         """Decrypt the intact row groups of a damaged file. The result lists what is missing.
 
         Args:
-            source: A path or URI.
-            target: A path or URI.
-            table_name: The table of the source, whose AAD prefix it must have; None if the configuration has only
-                one.
-            aad_prefix: The AAD prefix that the source must have.
-            overwrite: As with `encrypt_file`.
             mode: As with `decrypt_file`.
-            source_filesystem: A `pyarrow.fs` or fsspec file system.
-            target_filesystem: A `pyarrow.fs` or fsspec file system.
-            on_progress: Called with the number of bytes after each write, from any thread.
 
         Raises:
             DecryptionError: The footer is damaged, or no row group is intact.
@@ -968,11 +886,8 @@ class Keytools(Summarised):
         The result reports what is wrong with the file or its keys.
 
         Args:
-            path: A path or URI.
             with_keys: Whether to decrypt encrypted metadata. If not, only public metadata is shown.
-            table_name: The table of the file, for its AAD prefix; None if the configuration has only one.
             aad_prefix: The AAD prefix, for a file that does not store its prefix.
-            filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             OSError: The file cannot be read.
@@ -991,12 +906,6 @@ class Keytools(Summarised):
         """Check a file against all rules: authenticate every module, and compare every number.
 
         The report lists what is wrong, and what could not be checked because a key was refused.
-
-        Args:
-            path: A path or URI.
-            table_name: The table of the file, whose policy it must follow; None if the configuration has only one.
-            aad_prefix: The AAD prefix that the file must have.
-            filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             OSError: The file cannot be read.
@@ -1021,17 +930,11 @@ class Keytools(Summarised):
         """Check each file of a folder as `verify_file` does, and the folder as one data set.
 
         Args:
-            folder: A path or URI.
-            table_name: The table of the files; None if the configuration has only one.
-            aad_prefix: The AAD prefix that every file must have.
             part_count: The number of parts that there must be, numbered from 0; None if it is not known.
             allow_plaintext: Globs of paths within the folder of accepted plaintext files; `*` matches `/`, too.
             expect: A list that `record` wrote: each encrypted file must be in it, unchanged, and no other may be
                 missing. A path or URI outside the folder.
             record: Where to write a list of the encrypted files, if they conform.
-            list_key: The master key of the lists; None for the footer key of the table. Anyone who may unwrap
-                keys with it can forge a list.
-            filesystem: A `pyarrow.fs` or fsspec file system.
             on_progress: Called with the report of each file.
 
         Raises:
@@ -1067,7 +970,7 @@ class Keytools(Summarised):
             return TableFiles(refused=dict.fromkeys((file.path for file in metadata_files), reason))
         return tables_in_folder(metadata_files, self._keys)
 
-    # --- rotation of keys ---
+    # --- unprotected personal data ---
 
     def scan(
         self,
@@ -1086,18 +989,17 @@ class Keytools(Summarised):
             path: A file, a folder, a glob, or a list of these: paths or URIs.
             table_name: The table of the files; with several tables and None, keys are not compared with a table.
             sample: How many values of each column of a file are looked at; 0 for footers alone.
-            filesystem: A `pyarrow.fs` or fsspec file system.
             on_file: Called for each file.
 
         Raises:
-            FileNotFoundError: The file or folder does not exist.
-            NoParquetFilesError: The folder has no Parquet files.
             ConfigurationError: The table does not exist, or the extra is not installed.
         """
         from parquet_keytools.scan.scanner import scan
 
         location = FileLocation.resolve_all(path, filesystem)
         return scan(self._keys, location, table_name, sample=sample, on_file=on_file)
+
+    # --- keys of tenants ---
 
     def create_tenant_keys(
         self,
@@ -1116,7 +1018,6 @@ class Keytools(Summarised):
 
         Args:
             values: The values, such as names of tenants.
-            table_name: The table; not needed if there is only one.
             placeholder: The placeholder; not needed if the table has only one.
             tags: Tags, or labels, of the new keys; the placeholder in braces stands for the value.
             policy: Their policy, in the form of the KMS, with the same placeholder.
@@ -1136,6 +1037,8 @@ class Keytools(Summarised):
             policy=policy,
             on_key=on_key,
         )
+
+    # --- rotation of keys ---
 
     def rotate(
         self,
@@ -1167,7 +1070,6 @@ class Keytools(Summarised):
         again.
 
         Args:
-            path: A path or URI of a file or a folder.
             moves: Old master key -> new master key; names from the configuration, or identifiers. All other master
                 keys stay as they are. None takes the moves of the configuration.
             only_master_keys: The master keys to rotate.
@@ -1179,22 +1081,13 @@ class Keytools(Summarised):
             to: Another KMS client, or a `Keytools` with another configuration, whose master keys wrap the keys
                 afterwards.
             table_name: The table of the files, for an AAD prefix that they do not store.
-            aad_prefix: The AAD prefix that the files must have.
-            filesystem: A `pyarrow.fs` or fsspec file system.
-            keep_results: Whether the report lists all files, or only failed ones: a million files take memory.
-            on_file: Called with the outcome of each file.
-            follow_links: Whether to change files outside `path` that links lead to. If not, the report lists each
-                of them as failed.
             update_list: A list that `verify_folder` recorded: the files are compared with it first, and a new
                 list replaces it afterwards.
-            list_key: The master key of the list; None for the footer key of the table.
 
         Raises:
             ConfigurationError: The configuration has no KMS, or the moves are not possible.
             FileListError: The list is not authentic, or the files differ from it.
             KmsError: A new master key does not exist, or is disabled.
-            FileNotFoundError: The file or folder does not exist.
-            NoParquetFilesError: The folder has no Parquet files.
         """
         new_kms = to.kms if isinstance(to, Keytools) else to
         plan = plan_rotation(
@@ -1265,18 +1158,10 @@ class Keytools(Summarised):
         older versions in a store with versioning, snapshots and backups.
 
         Args:
-            path: A path or URI of a file or a folder.
-            table_name: The table in the configuration; None if it has only one.
-            filesystem: A `pyarrow.fs` or fsspec file system.
-            keep_results: Whether the report lists all files, or only failed ones.
-            on_file: Called with the outcome of each file.
-            on_progress: Called with the number of bytes after each write, from any thread.
-            follow_links: As with `rekey_in_place`.
             key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`, for all files. A file
                 that is encrypted under the keys of other values fails.
 
         Raises:
-            FileNotFoundError: The file or folder does not exist.
             ConfigurationError: The table does not exist.
             KeytoolsError: The file failed. For a folder, the report lists files that failed.
         """
@@ -1310,25 +1195,13 @@ class Keytools(Summarised):
         the new table gives it, stays as it is: the repeated run does the rest.
 
         Args:
-            path: A path or URI of a file or a folder.
-            table_name: The table of the files, whose policy and AAD prefix they have.
             new_table_name: The table whose policy they follow afterwards; by default `table_name`.
             new_keytools: A `Keytools` with another configuration, whose keys and tables they use afterwards.
-            aad_prefix: The AAD prefix that the files must have.
             verify: Whether to authenticate every page of a new file, or only its footer and column metadata.
-            filesystem: A `pyarrow.fs` or fsspec file system.
-            keep_results: Whether the report lists all files, or only failed ones.
-            on_file: Called with the outcome of each file.
-            on_progress: Called with the number of bytes after each write, from any thread.
-            follow_links: Whether to change files outside `path` that links lead to. If not, the report lists each
-                of them as failed.
             update_list: As with `rotate`. After SIGKILL, the list does not fit the files that already have new
                 keys: verify them, and record a new list.
-            list_key: The master key of the list; None for the footer key of the table.
-            key_values: Placeholder in names of keys -> value, such as `{"tenant": "acme"}`, for all files.
 
         Raises:
-            FileNotFoundError: The file or folder does not exist.
             ConfigurationError: The table does not exist.
             FileListError: The list is not authentic, or the files differ from it.
             KeytoolsError: The file failed. For a folder, the report lists files that failed.
@@ -1379,17 +1252,9 @@ class Keytools(Summarised):
         An entry that cannot be checked, such as a broken link, is yielded with `unknown`.
 
         Args:
-            path: A path or URI of a file or a folder.
-            table_name: The table of the files, for an AAD prefix that they do not store.
-            aad_prefix: The AAD prefix that the files must have.
-            filesystem: A `pyarrow.fs` or fsspec file system.
             ignore_skipped: Whether to leave out encrypted files that readers of data sets ignore because their
                 name, or the name of a folder, begins with a dot or an underscore. If not, they are yielded with
                 `unknown`.
-
-        Raises:
-            FileNotFoundError: The file or folder does not exist.
-            NoParquetFilesError: The folder has no Parquet files.
         """
         inventory = Inventory(self._keys, prefix_of(self._keys, table_name, aad_prefix))
         return inventory.list(FileLocation.resolve(path, filesystem), ignore_skipped=ignore_skipped)
@@ -1408,15 +1273,7 @@ class Keytools(Summarised):
 
         Args:
             key: Name of the master key in the configuration, or its identifier.
-            path: A path or URI of a file or a folder.
             version: The version; None means any version.
-            table_name: The table of the files, for an AAD prefix that they do not store.
-            aad_prefix: The AAD prefix that the files must have.
-            filesystem: A `pyarrow.fs` or fsspec file system.
-
-        Raises:
-            FileNotFoundError: The file or folder does not exist.
-            NoParquetFilesError: The folder has no Parquet files.
         """
         wanted, same = master_key_id(self.configuration, key), same_master_key(self.kms)
         for file in self.key_inventory(path, table_name=table_name, aad_prefix=aad_prefix, filesystem=filesystem):
@@ -1436,8 +1293,6 @@ class Keytools(Summarised):
         Args:
             path: A path or URI of the data set.
             where: The placeholder and its value, such as `{"tenant": "acme"}`.
-            table_name: The table of the files; None if there is only one.
-            filesystem: A `pyarrow.fs` or fsspec file system.
 
         Raises:
             ConfigurationError: No key of the table has this placeholder, its pattern refuses the value, or the
@@ -1464,12 +1319,8 @@ class Keytools(Summarised):
         A run that is repeated goes on where an earlier one ended.
 
         Args:
-            path: A path or URI of a file or a folder.
             where: The filter, such as `customer_id = 4711`; see docs/erase-rows.md.
-            table_name: The table of the files; None if there is only one.
             dry_run: Change nothing: the report says what would be.
-            filesystem: A `pyarrow.fs` or fsspec file system.
-            keep_results: Whether the report lists all files, or only those that failed.
             on_file: Called with the outcome of each file, a `FileRewrite` if it was read.
             on_search: Called with the files that were read, before the first of them is replaced.
 
@@ -1478,8 +1329,6 @@ class Keytools(Summarised):
                 Iceberg, Delta Lake or Hudi. Nothing was changed.
             ColumnAccessDeniedError: A column of the filter, or of a file with matching rows, cannot be read.
                 Nothing was changed.
-            FileNotFoundError: The file or folder does not exist.
-            NoParquetFilesError: The folder has no Parquet files.
             KeytoolsError: The file failed. For a folder, the report lists files that failed.
         """
         return rewrite_rows(
@@ -1520,32 +1369,7 @@ class Keytools(Summarised):
             KmsResponseInvalidError: The wrapped key that the KMS returned does not unwrap to the secret.
             KmsError: The KMS does not wrap or unwrap the secret.
         """
-        known = self.configuration.hash_keys.get(name)
-        if master_key is None:
-            if known is None:
-                raise ConfigurationError(
-                    f"the configuration has no secret {name!r} under hash_keys.",
-                    hint="Name the master key that should wrap a new secret: --master-key on the command line.",
-                )
-            master_key = known.master_key
-            reference = hash_key_reference(self.configuration, name)
-        else:
-            found = resolve_key(self.configuration, master_key)
-            if not isinstance(found, MasterKeyReference):
-                raise ConfigurationError(f"{master_key!r} is a data key: master keys wrap secrets of digests.")
-            reference = found
-        if known is None:
-            secret = SecretBytes.random(SECRET_LENGTH_BITS)
-        else:
-            secret = unwrapped_secret(self.configuration, name, self._keys.kms_keys())
-        assert self.kms is not None
-        master_key_id = reference.master_key_id
-        wrapped = value_or_raise(self.kms.wrap_many([WrapRequest(secret, master_key_id)])[0])
-        # All digests would be lost with a wrapped secret that does not unwrap.
-        if value_or_raise(self.kms.unwrap_many([UnwrapRequest(wrapped, master_key_id)])[0]) != secret:
-            wrong = KmsResponseInvalidError("the wrapped secret does not unwrap to the secret")
-            raise wrong.about(self.kms.parts(master_key_id)[0].backend, "wrap", master_key_id)
-        return HashKeySettings(master_key=master_key, wrapped_key=wrapped)
+        return wrapped_secret(self.configuration, self._keys.kms_keys(), self.kms, name, master_key)
 
 
 def _open_file(folder: FileLocation, files: PlainFiles, path: str) -> PlainInput:

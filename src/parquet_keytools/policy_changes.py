@@ -29,15 +29,10 @@ _SECONDS = 60
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """A column, or a setting of a table, that is protected in another way than before.
+    """A column, or a setting of a table (`what`), that is protected in another way than before.
 
-    Attributes:
-        table: Name of the table.
-        what: Dotted path of the column; or `footer`, `algorithm`, `table` for the table itself.
-        before: How it was protected: the name of a key, `plaintext`, or `undecided`, which refuses to write.
-        after: How it is protected now.
-        place: Where the label was found that decides now; None without one.
-        is_weaker: Whether it loses protection.
+    `before` and `after` are names of keys, `plaintext`, or `undecided`, which refuses to write. `place` is where
+    the label was found that decides now.
     """
 
     table: str
@@ -192,12 +187,7 @@ def _place(key: ChosenKey) -> str | None:
 
 
 def refuse_weaker(changes: Sequence[PolicyChange], allowed: Collection[str]) -> list[PolicyChange]:
-    """Return the changes that lose protection, and that are not allowed.
-
-    Args:
-        changes: All changes.
-        allowed: Columns as `column` or `table.column`.
-    """
+    """Return the changes that lose protection, and are not allowed as `column` or `table.column`."""
     return [
         change
         for change in changes

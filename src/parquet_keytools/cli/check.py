@@ -32,12 +32,12 @@ from parquet_keytools.cli.options import (
     config_option,
     location_of,
     locations_of,
+    reading_keytools,
     with_options,
 )
 from parquet_keytools.cli.output import (
     ExitStatus,
     Messages,
-    again,
     answer,
     answer_plaintext_columns,
     error_fields,
@@ -48,6 +48,7 @@ from parquet_keytools.cli.output import (
     print_table,
     progress_bar,
     say,
+    say_not_attempted,
     status_of,
     terminal_width,
     to_dict,
@@ -431,11 +432,8 @@ def verify_command(
     from parquet_keytools.cli.conformance_report import show_data_set, show_file
     from parquet_keytools.conformance import verification
     from parquet_keytools.conformance.report import Verdict
-    from parquet_keytools.keytools import Keytools
     from parquet_keytools.runtime.worker_processes import command_line_processes
 
-    if table is not None and config is None:
-        raise typer.BadParameter("--table needs --config.")
     location = locations_of(paths, "PATH")
     kind = location.info().type.name
     if parts is not None and kind == "File":
@@ -450,10 +448,8 @@ def verify_command(
     with contextlib.ExitStack() as stack:
         verify_folder = partial(verification.verify_folder, None)
         verify_file = partial(verification.verify_file, None)
-        if config is not None:
-            keytools = stack.enter_context(Keytools.from_yaml(config))
-            if table is not None:
-                keytools.configuration.select_table(table)
+        keytools = stack.enter_context(reading_keytools(config, table))
+        if keytools is not None:
             verify_folder = partial(
                 keytools.verify_folder, table_name=table, expect=expect, record=record, list_key=list_key
             )
@@ -468,11 +464,7 @@ def verify_command(
                     on_progress=progress.count,
                 )
             print_json(data_set.to_dict()) if json_wanted() else show_data_set(data_set)
-            if data_set.not_attempted:
-                say(
-                    f"Not attempted: {number_of(len(data_set.not_attempted), 'file')}, because the KMS "
-                    f"cannot be reached. When it can, repeat the command{again()}"
-                )
+            say_not_attempted(len(data_set.not_attempted), len(data_set.files))
             if record is not None:
                 say(
                     f"Recorded in {record}."

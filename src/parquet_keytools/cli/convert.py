@@ -28,6 +28,7 @@ from parquet_keytools.cli.options import (
     UpdateListOption,
     locations_of,
     open_keytools,
+    pairs_of,
     with_options,
 )
 from parquet_keytools.cli.rotate import change_in_place
@@ -45,21 +46,6 @@ KeyValuesOption = Annotated[
         help="The value of a placeholder in names of keys, such as tenant=acme; see key_values in the table.",
     ),
 ]
-
-
-def given_key_values(given: list[str] | None) -> dict[str, str]:
-    """Return placeholder -> value.
-
-    Raises:
-        typer.BadParameter: An argument is not NAME=VALUE, or a name is given twice.
-    """
-    values: dict[str, str] = {}
-    for text in given or ():
-        name, mark, value = text.partition("=")
-        if not mark or name in values:
-            raise typer.BadParameter("this is NAME=VALUE, and each name once.", param_hint="--set")
-        values[name] = value
-    return values
 
 
 @with_options(ReportOptions)
@@ -88,12 +74,11 @@ def encrypt_command(
     remain on the disk until the file system reuses them. After an interrupted run, repeat the command.
     """
     if in_place:
-        _refuse_beside_in_place(overwrite=overwrite, skip_existing=skip_existing or skip_unauthenticated)
-        options = {"table_name": table, "follow_links": follow_links, "key_values": given_key_values(key_values)}
+        _refuse(_NOT_IN_PLACE, overwrite=overwrite, skip_existing=skip_existing or skip_unauthenticated)
+        options = {"table_name": table, "follow_links": follow_links, "key_values": pairs_of(key_values, "--set")}
         _encrypt_in_place(paths, config, processes, options)
         return
-    if follow_links:
-        raise typer.BadParameter("this works with --in-place only.", param_hint="--follow-links")
+    _refuse(_ONLY_IN_PLACE, follow_links=follow_links)
     if len(paths) == 1:
         raise typer.BadParameter("a file or folder to write is needed, or --in-place.", param_hint="DST")
     *sources, target = paths
@@ -113,7 +98,7 @@ def encrypt_command(
                 keytools.encrypt_file,
                 table_name=table_name,
                 skip_existing=skip,
-                key_values=given_key_values(key_values),
+                key_values=pairs_of(key_values, "--set"),
             ),
             overwrite=overwrite,
             skip_existing=skip,
@@ -122,12 +107,14 @@ def encrypt_command(
         )
 
 
-def _refuse_beside_in_place(**options: bool) -> None:
-    for name, is_given in options.items():
-        if is_given:
-            raise typer.BadParameter(
-                "this does not work with --in-place.", param_hint=f"--{name.replace('_', '-')}"
-            )
+_ONLY_IN_PLACE = "this works with --in-place only."
+_NOT_IN_PLACE = "this does not work with --in-place."
+
+
+def _refuse(why: str, **options: object) -> None:
+    for name, value in options.items():
+        if value not in (None, False):
+            raise typer.BadParameter(why, param_hint=f"--{name.replace('_', '-')}")
 
 
 def _encrypt_in_place(sources: list[str], config: Path, processes: int | None, options: dict[str, Any]) -> None:
@@ -257,17 +244,10 @@ def rekey_command(
     """
     if in_place and target is not None:
         raise typer.BadParameter("DST and --in-place contradict each other.", param_hint="DST")
-    if in_place and skip_existing:
-        raise typer.BadParameter(
-            "this works with DST only; --in-place encrypts all files again.", param_hint="--skip-existing"
-        )
-    if in_place and overwrite:
-        raise typer.BadParameter("--in-place always replaces files.", param_hint="--overwrite")
-    if not in_place and (verify is not None or follow_links):
-        option = "--follow-links" if follow_links else "--verify"
-        raise typer.BadParameter("this works with --in-place only.", param_hint=option)
-    if not in_place and update_list is not None:
-        raise typer.BadParameter("this works with --in-place only.", param_hint="--update-list")
+    if in_place:
+        _refuse(_NOT_IN_PLACE, overwrite=overwrite, skip_existing=skip_existing)
+    else:
+        _refuse(_ONLY_IN_PLACE, verify=verify is not None, follow_links=follow_links, update_list=update_list)
     if not in_place and target is None:
         raise typer.BadParameter("a file or folder to write is needed, or --in-place.", param_hint="DST")
 
@@ -291,7 +271,7 @@ def rekey_command(
                         follow_links=follow_links,
                         update_list=update_list,
                         list_key=list_key,
-                        key_values=given_key_values(key_values),
+                        key_values=pairs_of(key_values, "--set"),
                     ),
                     locations_of([source], "SRC"),
                     "Verify the files, and record a new list."
@@ -314,7 +294,7 @@ def rekey_command(
                 new_keytools=new_keytools or keytools,
                 aad_prefix=aad_prefix,
                 skip_existing=skip_existing,
-                key_values=given_key_values(key_values),
+                key_values=pairs_of(key_values, "--set"),
             ),
             overwrite=overwrite,
             skip_existing=skip_existing,

@@ -19,8 +19,8 @@ from parquet_keytools.cli.options import (
     ProcessesOption,
     ReportOptions,
     TableOption,
-    location_of,
     locations_of,
+    new_file,
     open_keytools,
     pairs_of,
     with_options,
@@ -40,9 +40,6 @@ from parquet_keytools.runtime.presentation import printable
 if TYPE_CHECKING:
     from parquet_keytools.erasure.certificate import Certificate
     from parquet_keytools.erasure.plan import ErasedKey, Note, Plan
-    from parquet_keytools.storage.locations import FileLocation
-
-_MOST_CERTIFICATE_BYTES = 512 << 20
 
 WhereOption = Annotated[
     str,
@@ -72,10 +69,8 @@ WaitingDaysOption = Annotated[
     ),
 ]
 CertificateOption = Annotated[
-    str | None, typer.Option("--certificate", metavar="FILE", help="Write the certificate to this file, as JSON.")
-]
-OverwriteCertificateOption = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the file of --certificate.")
+    str | None,
+    typer.Option("--certificate", metavar="FILE", help="Write the certificate to this new file, as JSON."),
 ]
 StatusOption = Annotated[bool, typer.Option("--status", help="Only show whether the master keys are deleted.")]
 CancelOption = Annotated[
@@ -93,7 +88,6 @@ def erase_command(
     yes: YesOption = None,
     waiting_days: WaitingDaysOption = None,
     certificate: CertificateOption = None,
-    overwrite: OverwriteCertificateOption = False,
     ignore_skipped: IgnoreSkippedOption = False,
     status: StatusOption = False,
     cancel: CancelOption = False,
@@ -111,7 +105,7 @@ def erase_command(
     by a file without them.
     """
     if rewrite:
-        if any((yes, waiting_days, certificate, overwrite, ignore_skipped, status, cancel)):
+        if any((yes, waiting_days, certificate, ignore_skipped, status, cancel)):
             raise typer.BadParameter(
                 "only --table, --dry-run, --record and --processes go with it.", param_hint="--rewrite"
             )
@@ -128,10 +122,7 @@ def erase_command(
     if status + cancel + dry_run > 1:
         raise typer.BadParameter("give one of --dry-run, --status and --cancel.", param_hint="--status")
     location = locations_of(paths, "PATH")
-    # The keys and the data of others would be lost, too.
-    if overwrite and certificate is not None and not _is_certificate(location_of(certificate, "--certificate")):
-        raise typer.BadParameter("it exists, and is not a certificate.", param_hint="--certificate")
-    target = None if certificate is None else location_of(certificate, "--certificate")
+    target = new_file(certificate, "--certificate")
     with contextlib.ExitStack() as stack:
         keytools = stack.enter_context(open_keytools(config))
         erasure = keytools.erasure(location, pairs_of([where], "--where"), table_name=table)
@@ -153,7 +144,7 @@ def erase_command(
         # Begun now: it is too late after the deletion to find that a certificate cannot be written.
         pending = None
         if target is not None:
-            pending = stack.enter_context(discarded_unless_done(pending_output(target, overwrite=overwrite)))
+            pending = stack.enter_context(discarded_unless_done(pending_output(target, overwrite=False)))
         made = erasure.run(plan, waiting_days=waiting_days)
         if pending is not None:
             with pending.open_sink() as sink:
@@ -161,19 +152,6 @@ def erase_command(
             pending.commit()
             say(f"The certificate is in {target}.")
     _show_certificate(made)
-
-
-def _is_certificate(target: FileLocation) -> bool:
-    """Return whether a file is a certificate, or does not exist."""
-    from parquet_keytools.erasure.certificate import FORMAT
-    from parquet_keytools.storage.locations import read_whole
-
-    if not target.is_file():
-        return True
-    try:
-        return bool(json.loads(read_whole(target, _MOST_CERTIFICATE_BYTES))["format"] == FORMAT)
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 def _confirm(plan: Plan, yes: str | None) -> None:

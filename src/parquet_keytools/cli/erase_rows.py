@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.options import location_of, open_keytools
+from parquet_keytools.cli.options import location_of, new_file, open_keytools
 from parquet_keytools.cli.output import answer, number_of, plain_value, to_dict
 from parquet_keytools.cli.rotate import change_in_place
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _FORMAT = "parquet-keytools record of removed rows"
 _VERSION = 1
-_MOST_RECORD_BYTES = 512 << 20
 
 RewriteOption = Annotated[bool, typer.Option("--rewrite", help="Rewrite the files that hold matching rows.")]
 RecordOption = Annotated[
@@ -31,8 +30,7 @@ RecordOption = Annotated[
     typer.Option(
         "--record",
         metavar="LIST",
-        help="With --rewrite: write the files before and after, as JSON. The record of an interrupted run is "
-        "continued.",
+        help="With --rewrite: write the files before and after to this new file, as JSON.",
     ),
 ]
 
@@ -54,7 +52,7 @@ def erase_rows(
     location = location_of(path, "PATH")
     with open_keytools(config) as keytools, command_line_processes(processes):
         table_name, _ = keytools.configuration.select_table(table)
-        target = None if record is None else location_of(record, "--record")
+        target = new_file(record, "--record")
         kept = _Record(target, {"path": str(location), "table": table_name, "where": where, "dry_run": dry_run})
         try:
             change_in_place(
@@ -109,19 +107,11 @@ class _Record:
     """
 
     def __init__(self, target: FileLocation | None, about: dict[str, Any]) -> None:
-        """Read what an interrupted run recorded.
-
-        Raises:
-            ConfigurationError: The file is something else, or the record of another erasure.
-        """
         self.rows_removed = 0
         self._target = target
         self._about = about
         self._started_at = _now()
         self._files: dict[str, dict[str, Any]] = {}
-        self._earlier: dict[str, dict[str, Any]] = {}
-        if target is not None and target.is_file():
-            self._earlier = _files_of(target, about)
 
     def plan(self, files: Iterable[FileRotation]) -> None:
         """Record the files that were found, before the first is replaced."""
@@ -133,14 +123,7 @@ class _Record:
         """Add the results for files."""
         for file in files:
             entry = to_dict(file)
-            earlier = self._earlier.get(file.path)
             self.rows_removed += entry.get("rows_removed", 0)
-            if earlier is not None and entry.get("error") is not None:
-                # What an interrupted run found, and perhaps replaced, stays for the run that succeeds.
-                entry = {**earlier, **{name: entry[name] for name in ("outcome", "error", "message")}}
-            elif earlier is not None and entry.get("rows_removed") == 0:
-                # An interrupted run removed them.
-                entry = {**entry, **earlier, "outcome": "rewritten without rows", "after": entry["before"]}
             names = "path", "outcome", "rows", "rows_removed", "before", "after", "error", "message"
             self._files[file.path] = {name: entry.get(name) for name in names}
 
@@ -162,27 +145,6 @@ class _Record:
             "files": list(self._files.values()),
         }
         write_whole(self._target, json.dumps(document, indent=1, default=plain_value).encode() + b"\n")
-
-
-def _files_of(target: FileLocation, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the files of an earlier record in which rows were to be removed, by path."""
-    from parquet_keytools.errors import ConfigurationError
-    from parquet_keytools.storage.locations import read_whole
-
-    try:
-        document = json.loads(read_whole(target, _MOST_RECORD_BYTES))
-        is_same = all(document[name] == about[name] for name in ("path", "table", "where"))
-        is_same = is_same and (document["format"], document["version"]) == (_FORMAT, _VERSION)
-        if is_same and document["dry_run"]:
-            # It removed nothing, so rows that are gone now were removed by something else.
-            return {}
-        if is_same and not about["dry_run"]:
-            return {file["path"]: file for file in document["files"] if file["rows_removed"]}
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ConfigurationError(
-        f"{target} exists already, and is not the record of this erasure.", hint="Name another file."
-    )
 
 
 def _now() -> str:

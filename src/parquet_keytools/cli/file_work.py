@@ -16,7 +16,6 @@ from parquet_keytools.cli.output import (
     ExitStatus,
     Messages,
     ProgressBar,
-    again,
     answer,
     answer_plaintext_columns,
     error_fields,
@@ -27,6 +26,7 @@ from parquet_keytools.cli.output import (
     progress_bar,
     say,
     say_left_out,
+    say_not_attempted,
     size_text,
     status_of_all,
 )
@@ -262,12 +262,8 @@ def _tell(work: _Work, participle: str, seconds: float, *, unauthenticated: bool
     for unseen in plan.unseen:
         failed.add(unseen.path, f"could not be checked: {error_text(unseen.error)}")
     failed.print()
-    if not_attempted := work.not_attempted:
-        option = "--overwrite" if participle == SALVAGED else "--skip-existing"
-        say(
-            f"Not attempted: {len(not_attempted):,} of {number_of(len(plan.files), 'file')}, because they would "
-            f"fail, too. Solve the problem, then repeat the command with {option}{again(option)}"
-        )
+    option = "--overwrite" if participle == SALVAGED else "--skip-existing"
+    say_not_attempted(len(work.not_attempted), len(plan.files), option)
     written = [result for result in results if not result.skipped]
     if copied := sum(result.copied for result in written):
         say(f"Copied as they are: {number_of(copied, 'file')} in plaintext, as `plaintext_files: allow` says.")

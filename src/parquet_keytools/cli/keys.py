@@ -151,13 +151,23 @@ def hash_key_command(name: NameArgument, config: ConfigOption, master_key: Maste
 # --- which keys to look for ---
 
 
-@dataclass(frozen=True)
+@dataclass
 class WantedKey:
-    """A master key, or a version of it, that no file should need."""
+    """A master key, or a version of it, that no file should need; and how many do, or may (`unknown`)."""
 
-    text: str
+    key: str
     master_key_id: str
     version: str | None
+    needed_by: int = 0
+    unknown: int = 0
+    example: str = ""
+
+    def add(self, path: str, depends: bool | None) -> None:
+        """Count a file."""
+        self.unknown += depends is None
+        self.needed_by += depends is True
+        if depends and not self.example:
+            self.example = path
 
 
 def wanted_key(keytools: Keytools, text: str) -> WantedKey:
@@ -214,14 +224,14 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
 _MOST_COLUMNS_KEPT = 10_000
 _MOST_COLUMNS_SHOWN = 8
 
-_KeyName = tuple[str, str, str | None]
-"""Kind, name and version of a key."""
-
 
 @dataclass
 class _Uses:
     """The uses of a version of a key."""
 
+    kind: str
+    key: str
+    version: str | None
     files: int = 0
     footers: int = 0
     columns: dict[str, None] = field(default_factory=dict)
@@ -235,12 +245,17 @@ class _Uses:
         elif len(self.columns) < _MOST_COLUMNS_KEPT:
             self.columns[use.column] = None
 
-    @property
-    def columns_text(self) -> str:
-        shown = list(filter(None, [_some(self.columns)]))
+    def row(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
+        """Return what `grouped_rows` takes."""
+        is_master_key = self.kind == "master key"
+        columns = list(filter(None, [_some(self.columns)]))
         if self.hidden_columns:
-            shown.append(f"{self.hidden_columns:,} whose names are hidden")
-        return ", ".join(shown)
+            columns.append(f"{self.hidden_columns:,} whose names are hidden")
+        return (
+            (self.key if is_master_key else f"{self.key} ({self.kind})",),
+            (self.version or ("?" if is_master_key else ""), ", ".join(columns)),
+            (self.files, self.footers),
+        )
 
 
 def _some(names: Collection[str]) -> str:
@@ -249,22 +264,6 @@ def _some(names: Collection[str]) -> str:
     if len(names) > len(shown):
         shown.append(f"and {len(names) - len(shown):,} more")
     return ", ".join(shown)
-
-
-@dataclass
-class _Need:
-    """How many files need a wanted key, and of how many this is unknown."""
-
-    needed_by: int = 0
-    unknown: int = 0
-    example: str = ""
-
-    def add(self, path: str, depends: bool | None) -> None:
-        if depends is None:
-            self.unknown += 1
-        elif depends:
-            self.needed_by += 1
-            self.example = self.example or path
 
 
 class _KeysTally:
@@ -278,14 +277,15 @@ class _KeysTally:
         *,
         with_kms: bool,
     ) -> None:
+        self._wanted = wanted
         self._same = same
         self._template_of = template_of
         self._with_kms = with_kms
         self._refusals: dict[type[Exception], Exception] = {}
-        self._unknown_keys = 0
-        self._needs = {key: _Need() for key in wanted}
-        self._uses: dict[_KeyName, _Uses] = {}
-        self._encrypted = self._plaintext = self._unreadable = self._misplaced = 0
+        self._uses: dict[tuple[str, str, str | None], _Uses] = {}
+        names = ("encrypted", "not_encrypted", "unknown_keys", "unreadable", "skipped")
+        self._counts = dict.fromkeys(names, 0)
+        self._misplaced = 0
         self._plaintext_columns: Counter[str] = Counter()
         self._plaintext_files = Messages("Not encrypted", answer)
         self._skipped_paths: list[str] = []
@@ -293,14 +293,9 @@ class _KeysTally:
         self._skipped = Messages("Skipped, as by readers of data sets", answer)
 
     @property
-    def nothing_is_used(self) -> bool:
-        """Whether certainly no file needs a wanted key."""
-        return not any(need.needed_by or need.unknown for need in self._needs.values())
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every file could be checked, and readers skip no encrypted file and refuse no folder."""
-        return not (self._unreadable or self._skipped_paths or self._misplaced or self._refusals)
+    def _has_gaps(self) -> bool:
+        """Whether a file could not be checked, readers skip an encrypted file, or they refuse a folder."""
+        return bool(self._counts["unreadable"] or self._skipped_paths or self._misplaced)
 
     @property
     def status(self) -> ExitStatus:
@@ -309,7 +304,7 @@ class _KeysTally:
 
         if KmsUnavailableError in self._refusals:
             return ExitStatus.KMS_FAILED
-        if self._unreadable or self._skipped_paths or self._misplaced or not self.nothing_is_used:
+        if self._has_gaps or any(key.needed_by or key.unknown for key in self._wanted):
             return ExitStatus.NO
         return status_of_all(list(self._refusals.values())) if self._refusals else ExitStatus.DONE
 
@@ -317,18 +312,20 @@ class _KeysTally:
         """Count the keys of a file."""
         from parquet_keytools.errors import FolderNameError
 
+        counts = self._counts
         if not file.is_encrypted:
-            self._plaintext += 1
+            counts["not_encrypted"] += 1
             self._plaintext_files.add(file.path, f"{file.path}: the whole file is plaintext.")
             return
         if file.is_skipped:
+            counts["skipped"] += 1
             self._skipped_paths.append(file.path)
             self._skipped.add(file.path, f"{file.path} may need any key.")
         elif file.is_unseen:
-            self._unreadable += 1
+            counts["unreadable"] += 1
         else:
-            self._encrypted += 1
-            self._unknown_keys += file.unknown is not None
+            counts["encrypted"] += 1
+            counts["unknown_keys"] += file.unknown is not None
             # Without a configuration, keys inside encrypted footers are not asked for.
             if file.unknown is not None and self._with_kms:
                 self._refusals.setdefault(type(file.unknown), file.unknown)
@@ -338,63 +335,31 @@ class _KeysTally:
         for column in file.plaintext_columns:
             if column in self._plaintext_columns or len(self._plaintext_columns) < _MOST_COLUMNS_KEPT:
                 self._plaintext_columns[column] += 1
-        for key, need in self._needs.items():
-            need.add(file.path, file.depends_on(key.master_key_id, key.version, self._same))
-        for use in file.uses:
-            self._uses.setdefault(_name(use), _Uses()).add(use)
-        for name in {_name(use) for use in file.uses}:
+        for key in self._wanted:
+            key.add(file.path, file.depends_on(key.master_key_id, key.version, self._same))
+        names = [(use, _name(use)) for use in file.uses]
+        for use, name in names:
+            self._uses.setdefault(name, _Uses(*name)).add(use)
+        for name in dict.fromkeys(name for _, name in names):
             self._uses[name].files += 1
 
     def document(self) -> dict[str, Any]:
         """Return the summary as JSON."""
         return {
-            "complete": self.is_complete,
-            "master_keys": [
-                {
-                    "kind": kind,
-                    "key": key,
-                    "version": version,
-                    "files": uses.files,
-                    "footers": uses.footers,
-                    "columns": list(uses.columns),
-                    "hidden_columns": uses.hidden_columns,
-                }
-                for (kind, key, version), uses in self._sorted()
-            ],
-            "plaintext_columns": dict(self._plaintext_columns),
-            "counts": {
-                "encrypted": self._encrypted,
-                "not_encrypted": self._plaintext,
-                "unknown_keys": self._unknown_keys,
-                "unreadable": self._unreadable,
-                "skipped": len(self._skipped_paths),
-            },
+            "complete": not (self._has_gaps or self._refusals),
+            "master_keys": [to_dict(uses) | {"columns": list(uses.columns)} for uses in self._sorted()],
+            "plaintext_columns": self._plaintext_columns,
+            "counts": self._counts,
             "skipped": self._skipped_paths,
-            "fail_if_uses": [
-                {
-                    "key": key.text,
-                    "master_key_id": key.master_key_id,
-                    "version": key.version,
-                    "needed_by": need.needed_by,
-                    "unknown": need.unknown,
-                }
-                for key, need in self._needs.items()
-            ],
+            "fail_if_uses": self._wanted,
         }
 
     def show(self) -> None:
         """Print the summary."""
-        keys = (
-            (
-                (key if kind == "master key" else f"{key} ({kind})",),
-                (version or ("?" if kind == "master key" else ""), uses.columns_text),
-                (uses.files, uses.footers),
-            )
-            for (kind, key, version), uses in self._sorted()
-        )
+        grouped = grouped_rows((uses.row() for uses in self._sorted()), self._template_of)
         rows = [
             (key, version, f"{files:,}", f"{footers:,}", columns)
-            for (key,), (version, columns), (files, footers) in grouped_rows(keys, self._template_of)
+            for (key,), (version, columns), (files, footers) in grouped
         ]
         if rows:
             print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
@@ -403,38 +368,40 @@ class _KeysTally:
         self._plaintext_files.print()
         self._unknown.print()
         self._skipped.print()
-        if self._unknown_keys:
-            rest = f"in {self._unknown_keys:,} some keys could not be checked."
+        counts = self._counts
+        if counts["unknown_keys"]:
+            rest = f"in {counts['unknown_keys']:,} some keys could not be checked."
         elif self._skipped_paths:
             rest = f"{len(self._skipped_paths):,} skipped."
-        elif self._unreadable:
+        elif counts["unreadable"]:
             rest = "all keys of the others are visible."
         else:
             rest = "all keys are visible."
-        unreadable = f", {self._unreadable:,} that could not be checked" if self._unreadable else ""
-        files = number_of(self._encrypted, "encrypted file")
-        answer(f"{files}, {self._plaintext:,} not encrypted{unreadable}; {rest}")
-        for key, need in self._needs.items():
-            if need.needed_by:
-                files = number_of(need.needed_by, "file")
-                answer(f"{key.text} is still needed by {files}, such as {need.example}.")
-            if need.unknown:
-                files = number_of(need.unknown, "file")
-                answer(f"For {files} it is unknown whether {key.text} is needed: assume that it is.")
-            if not need.needed_by and not need.unknown:
-                answer(f"Nothing here needs {key.text}.")
-        if self._skipped_paths and self._needs:
+        unreadable = f", {counts['unreadable']:,} that could not be checked" if counts["unreadable"] else ""
+        files = number_of(counts["encrypted"], "encrypted file")
+        answer(f"{files}, {counts['not_encrypted']:,} not encrypted{unreadable}; {rest}")
+        for key in self._wanted:
+            if key.needed_by:
+                files = number_of(key.needed_by, "file")
+                answer(f"{key.key} is still needed by {files}, such as {key.example}.")
+            if key.unknown:
+                files = number_of(key.unknown, "file")
+                answer(f"For {files} it is unknown whether {key.key} is needed: assume that it is.")
+            if not key.needed_by and not key.unknown:
+                answer(f"Nothing here needs {key.key}.")
+        if self._skipped_paths and self._wanted:
             answer("Run `keys` on skipped files themselves, or exclude them with --ignore-skipped.")
 
-    def _sorted(self) -> list[tuple[_KeyName, _Uses]]:
-        return sorted(self._uses.items(), key=lambda item: tuple(part or "" for part in item[0]))
+    def _sorted(self) -> list[_Uses]:
+        return sorted(self._uses.values(), key=lambda uses: (uses.kind, uses.key, uses.version or ""))
 
 
 def _without_wrapped_key(use: UsedKey) -> dict[str, Any]:
     return {name: value for name, value in to_dict(use).items() if name != "wrapped_key"}
 
 
-def _name(use: UsedKey) -> _KeyName:
+def _name(use: UsedKey) -> tuple[str, str, str | None]:
+    """Return kind, name and version of a key."""
     if use.master_key_id is not None:
         return "master key", use.master_key_id, use.version
     return "data key", use.data_key or "", None

@@ -321,6 +321,27 @@ def open_keytools(config: Path, kms_seconds: float = math.inf) -> Keytools:
     return keytools
 
 
+@contextlib.contextmanager
+def reading_keytools(config: Path | None, table: str | None) -> Iterator[Keytools | None]:
+    """Load a configuration for a command that reads files; without one, the block gets None.
+
+    Raises:
+        typer.BadParameter: A table is named, and no configuration.
+        ConfigurationError: The configuration has mistakes, or no such table.
+    """
+    if config is None:
+        if table is not None:
+            raise typer.BadParameter("--table needs --config.")
+        yield None
+        return
+    from parquet_keytools.keytools import Keytools
+
+    with Keytools.from_yaml(config) as keytools:
+        if table is not None:
+            keytools.configuration.select_table(table)
+        yield keytools
+
+
 def moves_of(old: list[str], new: list[str]) -> dict[str, str]:
     """Return the moves of pairs of --from and --to.
 
@@ -349,6 +370,18 @@ def location_of(text: str, name: str) -> FileLocation:
     refuse_other_encoding(text, name)
     with _opened_uri(name):
         return FileLocation.resolve(text)
+
+
+def new_file(text: str | None, name: str) -> FileLocation | None:
+    """Return the location of a file that an option names, and that does not exist; None without the option.
+
+    Raises:
+        typer.BadParameter: As with `location_of`; or the file exists.
+    """
+    location = None if text is None else location_of(text, name)
+    if location is not None and location.is_file():
+        raise typer.BadParameter(f"{location} exists already; name another file.", param_hint=name)
+    return location
 
 
 def locations_of(texts: Sequence[str], name: str) -> FileLocation:
@@ -383,12 +416,14 @@ def pairs_of(texts: Sequence[str] | None, name: str) -> dict[str, str]:
     """Return the pairs of a repeatable option NAME=VALUE; errors do not quote values, which may be secret.
 
     Raises:
-        typer.BadParameter: An option has another form.
+        typer.BadParameter: An option has another form, or a name is given twice.
     """
-    found = {}
+    found: dict[str, str] = {}
     for text in texts or ():
         key, equals, value = text.partition("=")
         if not (key and equals):
             raise typer.BadParameter("it is not of the form NAME=VALUE.", param_hint=name)
+        if key in found:
+            raise typer.BadParameter(f"{key!r} is given twice.", param_hint=name)
         found[key] = value
     return found

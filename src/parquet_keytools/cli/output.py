@@ -124,6 +124,15 @@ def answer_plaintext_columns(columns: Iterable[str]) -> None:
         answer(f"In plaintext: {number_of(len(names), 'column')}: {', '.join(map(printable, names))}")
 
 
+def say_not_attempted(number: int, total: int, option: str = "") -> None:
+    """Print how many files were left, if any were, and that the command, with an option, does the rest."""
+    if number:
+        say(
+            f"Not attempted: {number:,} of {number_of(total, 'file')}, because they would fail, too. Solve the "
+            f"problem, then repeat the command{option and f' with {option}'}{again(*([option] if option else []))}"
+        )
+
+
 def again(*more: str) -> str:
     """Return how to repeat this command with more arguments, as the end of a sentence."""
     arguments = _arguments.get()
@@ -322,26 +331,29 @@ _MOST_OF_A_TEMPLATE = 3
 
 
 def grouped_rows(
-    rows: Iterable[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]],
+    rows: Iterable[tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]],
     template_of: Callable[[str], str | None],
-) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]]:
+    merges: Sequence[Callable[[Iterable[Any]], Any]] = (),
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]]:
     """Yield rows about master keys, in which many keys of one template that are alike are one row.
 
     Args:
-        rows: Identifiers of master keys, cells that must be the same, and numbers that are added up.
+        rows: Identifiers of master keys, cells that must be the same, and values that are merged.
         template_of: Returns the template of an identifier; None if it has none.
+        merges: What merges each of the values; by default, they are numbers, and are added up.
     """
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}
-    for names, cells, numbers in rows:
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[tuple[tuple[str, ...], tuple[Any, ...]]]] = {}
+    for names, cells, values in rows:
         templates = tuple(template_of(name) or name for name in names)
-        groups.setdefault((templates, cells), []).append((names, numbers))
+        groups.setdefault((templates, cells), []).append((names, values))
     for (templates, cells), members in groups.items():
         if len(members) <= _MOST_OF_A_TEMPLATE:
-            yield from ((names, cells, numbers) for names, numbers in members)
+            yield from ((names, cells, values) for names, values in members)
         else:
             name = f"{templates[0]} ({len(members):,} values)"
-            added = tuple(map(sum, zip(*(numbers for _, numbers in members), strict=True)))
-            yield (name, *templates[1:]), cells, added
+            columns = list(zip(*(values for _, values in members), strict=True))
+            how = merges or (sum,) * len(columns)
+            yield (name, *templates[1:]), cells, tuple(m(column) for m, column in zip(how, columns, strict=True))
 
 
 def _around(widths: Sequence[int]) -> int:

@@ -24,7 +24,6 @@ from parquet_keytools.cli.options import (
 from parquet_keytools.cli.output import (
     FilesDocument,
     Messages,
-    again,
     answer,
     answer_plaintext_columns,
     error_text,
@@ -34,6 +33,7 @@ from parquet_keytools.cli.output import (
     progress_bar,
     say,
     say_left_out,
+    say_not_attempted,
     size_text,
     status_of_all,
     to_dict,
@@ -275,11 +275,7 @@ def _say_stopped(report: RotationReport) -> None:
     why = error_text(report.stopped_by)
     if why not in (error_text(file.error) for file in report.failures if file.error is not None):
         say(f"Stopped: {why}")
-    if not_attempted := report.counts[RotationOutcome.NOT_ATTEMPTED]:
-        say(
-            f"Not attempted: {not_attempted:,} of {number_of(report.counts.total(), 'file')}, because they would "
-            f"fail, too. Solve the problem, then repeat the command{again()}"
-        )
+    say_not_attempted(report.counts[RotationOutcome.NOT_ATTEMPTED], report.counts.total())
 
 
 def _files_text(counts: Counter[RotationOutcome]) -> str:

@@ -22,6 +22,7 @@ from parquet_keytools.cli.options import (
     config_option,
     location_of,
     locations_of,
+    reading_keytools,
     with_options,
 )
 from parquet_keytools.cli.output import (
@@ -91,22 +92,17 @@ def scan_command(
     what was found until then.
     """
     from parquet_keytools.errors import kms_failure
-    from parquet_keytools.keytools import Keytools
     from parquet_keytools.scan.baseline import Baseline, read_baseline
     from parquet_keytools.scan.scanner import scan
 
-    if table is not None and config is None:
-        raise typer.BadParameter("--table needs --config.")
     location = locations_of(paths, "PATH")
     target = None if sarif is None else location_of(sarif, "--sarif")
     accepted_before = Baseline() if baseline is None else read_baseline(baseline)
     with contextlib.ExitStack() as stack:
         run, configuration = partial(scan, None, location), None
-        if config is not None:
-            keytools = stack.enter_context(Keytools.from_yaml(config))
+        keytools = stack.enter_context(reading_keytools(config, table))
+        if keytools is not None:
             configuration = keytools.configuration
-            if table is not None:
-                configuration.select_table(table)
             run = partial(keytools.scan, location, table_name=table)
         with progress_bar() as progress:
             report = run(sample=sample, on_file=progress.count)

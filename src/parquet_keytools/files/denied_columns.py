@@ -18,13 +18,21 @@ from parquet_keytools.config.document import Mistake
 from parquet_keytools.config.key_policy import (
     ColumnPath,
     KeyReference,
+    MasterKeyReference,
     denied_keys,
     digest_columns,
     hash_key_reference,
+    resolve_key,
 )
-from parquet_keytools.config.settings import Configuration, TableSettings
+from parquet_keytools.config.settings import Configuration, HashKeySettings, TableSettings
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn
-from parquet_keytools.errors import KeyNotAvailableError, KeytoolsError, value_or_raise
+from parquet_keytools.errors import (
+    ConfigurationError,
+    KeyNotAvailableError,
+    KeytoolsError,
+    KmsResponseInvalidError,
+    value_or_raise,
+)
 from parquet_keytools.files.opened_file import ColumnDigests, OpenedFile
 from parquet_keytools.files.table_check import seen_key
 from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY
@@ -32,6 +40,7 @@ from parquet_keytools.format.schema_key_values import SPARK_SCHEMA_KEY, VisibleK
 from parquet_keytools.format.structs import KeyValue
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import KmsKeys
+from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.secret_bytes import SecretBytes
 
 SECRET_LENGTH_BITS = 256
@@ -130,6 +139,35 @@ def _secret(configuration: Configuration, name: str, kms_keys: KmsKeys) -> Secre
         hint = "`parquet-keytools hash-key` makes one."
         raise configuration.error_for([Mistake(("hash_keys", name, "wrapped_key"), message, hint)])
     return secret
+
+
+def wrapped_secret(
+    configuration: Configuration, kms_keys: KmsKeys, kms: KmsClient | None, name: str, master_key: str | None
+) -> HashKeySettings:
+    """Return a new secret, or one under `hash_keys`, wrapped; see `Keytools.wrap_hash_key`."""
+    known = configuration.hash_keys.get(name)
+    if master_key is not None:
+        reference = resolve_key(configuration, master_key)
+    elif known is not None:
+        reference = hash_key_reference(configuration, name)
+    else:
+        raise ConfigurationError(
+            f"the configuration has no secret {name!r} under hash_keys.",
+            hint="Name the master key that should wrap a new secret: --master-key on the command line.",
+        )
+    if not isinstance(reference, MasterKeyReference):
+        raise ConfigurationError(f"{master_key!r} is a data key: master keys wrap secrets of digests.")
+    secret = SecretBytes.random(SECRET_LENGTH_BITS)
+    if known is not None:
+        secret = unwrapped_secret(configuration, name, kms_keys)
+        master_key = master_key or known.master_key
+    assert kms is not None
+    wrapped = value_or_raise(kms.wrap_many([WrapRequest(secret, reference.master_key_id)])[0])
+    # All digests would be lost with a wrapped secret that does not unwrap.
+    if value_or_raise(kms.unwrap_many([UnwrapRequest(wrapped, reference.master_key_id)])[0]) != secret:
+        wrong = KmsResponseInvalidError("the wrapped secret does not unwrap to the secret")
+        raise wrong.about(kms.parts(reference.master_key_id)[0].backend, "wrap", reference.master_key_id)
+    return HashKeySettings(master_key=str(master_key), wrapped_key=wrapped)
 
 
 def _with_digests(

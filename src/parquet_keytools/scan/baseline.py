@@ -34,14 +34,7 @@ class _Strict(BaseModel):
 
 
 class Accepted(_Strict):
-    """An entry of a baseline.
-
-    Attributes:
-        column: Dotted path of the column.
-        kind: The kind of finding.
-        reason: Why it is accepted.
-        expires: The last day on which it is.
-    """
+    """A finding that is accepted, up to a day."""
 
     column: str
     kind: Annotated[Kind, BeforeValidator(_checked_kind)]
@@ -55,13 +48,7 @@ class _File(_Strict):
 
 @dataclass
 class Baseline:
-    """The entries of a baseline, and what became of them in a scan.
-
-    Attributes:
-        entries: All of them.
-        expired: Entries that no longer accept anything.
-        unmatched: Entries that match no finding.
-    """
+    """The entries of a baseline, and those that accepted nothing in a scan."""
 
     entries: Sequence[Accepted] = ()
     expired: list[Accepted] = field(default_factory=list)

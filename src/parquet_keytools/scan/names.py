@@ -177,14 +177,7 @@ def named_parts(path: Sequence[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def kinds_by_name(path: tuple[str, ...]) -> dict[Kind, bool]:
-    """Return what the name of a column says.
-
-    Args:
-        path: Names from the top of the schema to the leaf.
-
-    Returns:
-        Kind -> whether values of the usual shape are enough; otherwise they need valid check digits.
-    """
+    """Return kind -> whether values of the usual shape are enough; otherwise they need valid check digits."""
     *parents, leaf = named_parts(path)
     own = words_of(leaf)
     above = words_of(parents[-1]) if parents else []

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-import struct
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import UTC, date, datetime, timedelta
+from datetime import date
 from itertools import islice
 from typing import Any
 from urllib.parse import unquote
@@ -37,7 +36,7 @@ from parquet_keytools.files.field_labels import labels_of_footer
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, open_files
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, names_in_folders, seen_key
-from parquet_keytools.format.structs import I32, ChunkStatistics, ColumnMetaData, Optional, Record, SchemaElement
+from parquet_keytools.format.file_layout import MAGIC, with_trailer
 from parquet_keytools.runtime.presentation import install_hint
 from parquet_keytools.runtime.threads_and_forks import end
 from parquet_keytools.scan.names import Kind, kinds_by_name
@@ -243,14 +242,14 @@ class _Scan:
         pending = self._pending
         threads = 4 if location.is_local else AT_A_TIME
         pool = ThreadPoolExecutor(threads, thread_name_prefix="parquet-keytools-scan")
-        # One batch waits for the KMS while another one is read.
-        openers = ThreadPoolExecutor(2, thread_name_prefix="parquet-keytools-open")
         entries = iter(data_set(location))
         try:
             while batch := list(islice(entries, _FILES_TOGETHER)):
                 files = [entry.location for entry in batch if isinstance(entry, ParquetFile)]
-                opening = None if self._keys is None else openers.submit(self._open_together, location, files)
-                pending.extend(pool.submit(self._look, file, opening, n) for n, file in enumerate(files))
+                found: _OpenedFiles = [None] * len(files)
+                if self._keys is not None:
+                    found = self._open_together(location, files)
+                pending.extend(pool.submit(self._look, *one) for one in zip(files, found, strict=True))
                 for entry in batch:
                     if isinstance(entry, LeftOut):
                         self._report.left_out.append(entry)
@@ -262,7 +261,6 @@ class _Scan:
                 yield pending.popleft().result()
         finally:
             end(pool, pending)
-            openers.shutdown()
 
     # --- what was seen ---
 
@@ -345,15 +343,10 @@ class _Scan:
 
     # --- one file ---
 
-    def _look(self, location: FileLocation, opening: Future[_OpenedFiles] | None, position: int) -> _Seen:
-        """Return what a file shows; called in other threads. With keys, `opening` has it at a position."""
+    def _look(self, location: FileLocation, found: OpenedFile | Exception | None) -> _Seen:
+        """Return what a file shows; called in other threads. With keys, it was opened, or could not be."""
         seen = _Seen(location)
         try:
-            found = None
-            if opening is not None:
-                # Let go of each file as soon as it was looked at.
-                files = opening.result()
-                found, files[position] = files[position], None
             opened, footer = self._opened(location, found)
             self._look_into(seen, footer, opened)
         except (KeytoolsError, OSError) as error:
@@ -413,45 +406,40 @@ class _Scan:
     def _look_into(self, seen: _Seen, footer: Footer, opened: OpenedFile | None) -> None:
         footer_key, columns = _seen_columns(footer, opened)
         wanted = self._wanted(footer, footer_key, columns)
-        elements = [
-            element
-            for element in footer.metadata.schema[1:]
-            if element.type is not None and not element.num_children
-        ]
         asked: dict[ColumnPath, TypeClass] = {}
         sampled: dict[ColumnPath, dict[Value, None]] = {}
         average_bytes = 0.0
         dictionaries: list[str] = []
-        for column, element in zip(footer.columns, elements, strict=True):
-            type_class = _type_class(element)
-            if type_class == "other":
-                continue
-            error = _denial(column, opened)
-            if error is not None:
-                self._kms_failure = self._kms_failure or kms_failure(error)
-                seen.not_scanned.append((".".join(column.path), error))
-                continue
-            chunks = [
-                footer.chunk_metadata(ordinal, column, _cipher(footer, column, opened))
-                for ordinal in _spread(len(footer.row_groups))
-            ]
-            statistics = [_statistics(chunk, element) for chunk in chunks]
-            if _is_out_of_question(column.path, type_class, statistics):
-                continue
-            asked[column.path] = type_class
-            sampled[column.path] = {value: None for values in statistics for value in values}
-            if type_class == "text" and all(chunk.dictionary_page_offset for chunk in chunks):
-                dictionaries.append(".".join(column.path))
-            average_bytes += sum(chunk.total_uncompressed_size / max(1, chunk.num_values) for chunk in chunks)
-        if self._sample and asked and footer.row_groups:
-            rows = max(10, min(self._sample, int(_MOST_SAMPLED_BYTES / max(1.0, average_bytes))))
-            with contextlib.ExitStack() as stack:
-                place = self._data(stack, seen.location, opened)
-                values, errors = _sampled_each(place, list(asked), dictionaries, footer, rows)
-            sampled |= values
-            for failed, why in errors.items():
-                seen.not_scanned.append((".".join(failed), why))
-                del asked[failed]
+        with contextlib.ExitStack() as stack:
+            view = None if opened is None or not opened.is_encrypted else self._view(stack, opened)
+            metadata = _metadata(footer, view)
+            for column in footer.columns:
+                type_class = _type_class(metadata.schema.column(column.ordinal))
+                if type_class == "other":
+                    continue
+                error = _denial(column, opened)
+                if error is not None:
+                    self._kms_failure = self._kms_failure or kms_failure(error)
+                    seen.not_scanned.append((".".join(column.path), error))
+                    continue
+                ordinals = _spread(len(footer.row_groups))
+                chunks = [metadata.row_group(ordinal).column(column.ordinal) for ordinal in ordinals]
+                statistics = list(map(_statistics, chunks))
+                if _is_out_of_question(column.path, type_class, statistics):
+                    continue
+                asked[column.path] = type_class
+                sampled[column.path] = {value: None for values in statistics for value in values}
+                if type_class == "text" and all(chunk.has_dictionary_page for chunk in chunks):
+                    dictionaries.append(".".join(column.path))
+                average_bytes += sum(chunk.total_uncompressed_size / max(1, chunk.num_values) for chunk in chunks)
+            if self._sample and asked and footer.row_groups:
+                rows = max(10, min(self._sample, int(_MOST_SAMPLED_BYTES / max(1.0, average_bytes))))
+                place = view or stack.enter_context(seen.location.filesystem.open_input_file(seen.location.path))
+                values, errors = _sampled_each(place, metadata, list(asked), dictionaries, footer, rows)
+                sampled |= values
+                for failed, why in errors.items():
+                    seen.not_scanned.append((".".join(failed), why))
+                    del asked[failed]
         for seen_column in columns:
             path = seen_column.path
             verdict = judge(path, asked[path], sampled.get(path, {})) if path in asked else None
@@ -482,13 +470,26 @@ class _Scan:
             raise ParquetFormatError(str(error), path=footer.path) from None
         return {mismatch.column: mismatch.wanted for mismatch in found if mismatch.column is not None}
 
-    def _data(self, stack: contextlib.ExitStack, location: FileLocation, opened: OpenedFile | None) -> Any:
-        """Return a file that reads as plain Parquet, for pyarrow."""
-        if opened is not None and opened.is_encrypted:
-            source = stack.enter_context(open_source(location))
-            view = PlainFile(opened, as_verified(opened, source), "error", self._cache)
-            return stack.enter_context(PlainInput(view))
-        return stack.enter_context(location.filesystem.open_input_file(location.path))
+    def _view(self, stack: contextlib.ExitStack, opened: OpenedFile) -> PlainInput:
+        source = stack.enter_context(open_source(opened.location))
+        return stack.enter_context(
+            PlainInput(PlainFile(opened, as_verified(opened, source), "error", self._cache))
+        )
+
+
+def _metadata(footer: Footer, view: PlainInput | None) -> pq.FileMetaData:
+    """Return the metadata of the plain file that pyarrow will read. A footer that was read is not read again.
+
+    Raises:
+        ParquetFormatError: pyarrow cannot read it.
+    """
+    try:
+        if view is not None:
+            return pq.read_metadata(view)
+        return pq.read_metadata(pa.BufferReader(MAGIC + with_trailer(bytes(footer.metadata.serialise()), MAGIC)))
+    except (pa.ArrowException, ValueError) as error:
+        # Arrow's texts may quote values.
+        raise ParquetFormatError(f"its footer could not be decoded ({type(error).__name__}).") from None
 
 
 def _seen_columns(footer: Footer, opened: OpenedFile | None) -> tuple[KeyReference | None, list[SeenColumn]]:
@@ -513,10 +514,6 @@ def _denial(column: FooterColumn, opened: OpenedFile | None) -> KeytoolsError | 
     return KeyNotAvailableError("it is encrypted.", hint="--config names its keys.")
 
 
-def _cipher(footer: Footer, column: FooterColumn, opened: OpenedFile | None) -> Any:
-    return None if opened is None else footer.cipher_of(column, opened.deks.get(column.path))
-
-
 def _key_text(key: KeyReference | None) -> str:
     if key is None:
         return "a key that the file does not name"
@@ -539,76 +536,26 @@ def _reason(error: Exception, path: str) -> str:
 # --- types and statistics ---
 
 
-class _Element(Record):
-    converted_type = Optional(6, I32)
-
-
-_LOGICAL_TYPE = 10
-_STRING, _ENUM, _DATE, _TIMESTAMP, _INTEGER, _JSON = 1, 4, 6, 8, 10, 12
-_INT32, _INT64, _INT96, _FLOAT, _DOUBLE, _BYTE_ARRAY, _FIXED = range(1, 8)
-_CLASSES: dict[int, TypeClass] = {
-    _INT32: "number",
-    _INT64: "number",
-    _INT96: "date",
-    _FLOAT: "number",
-    _DOUBLE: "number",
-    _BYTE_ARRAY: "text",
-    _FIXED: "text",
+_CLASSES: dict[str, TypeClass] = {
+    **dict.fromkeys(("STRING", "ENUM", "JSON", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"), "text"),
+    **dict.fromkeys(("INT", "INT32", "INT64", "FLOAT", "DOUBLE"), "number"),
+    **dict.fromkeys(("DATE", "TIMESTAMP", "INT96"), "date"),
 }
-_LOGICAL_CLASSES: dict[int, TypeClass] = {
-    _STRING: "text",
-    _ENUM: "text",
-    _JSON: "text",
-    _DATE: "date",
-    _TIMESTAMP: "date",
-    _INTEGER: "number",
-}
-_CONVERTED_CLASSES: dict[int, TypeClass] = {
-    **dict.fromkeys((0, 4, 19), "text"),
-    **dict.fromkeys((6, 9, 10), "date"),
-    **dict.fromkeys(range(11, 19), "number"),
-}
+"""By pyarrow's name of the logical type; without one, of the physical type."""
 
 
-def _type_class(element: SchemaElement) -> TypeClass:
-    logical = element.struct.entry(_LOGICAL_TYPE)
-    ids = [] if logical is None or logical[1] is None else list(logical[1].types())
-    if len(ids) == 1:
-        return _LOGICAL_CLASSES.get(ids[0], "other")
-    converted = _Element(element.struct).converted_type
-    if converted is not None:
-        return _CONVERTED_CLASSES.get(converted, "other")
-    return _CLASSES.get(element.type or 0, "other")
+def _type_class(column: pq.ColumnSchema) -> TypeClass:
+    logical = column.logical_type.type
+    return _CLASSES.get(column.physical_type if logical == "NONE" else logical, "other")
 
 
-def _statistics(chunk: ColumnMetaData, element: SchemaElement) -> list[Value]:
+def _statistics(chunk: pq.ColumnChunkMetaData) -> list[Value]:
     """Return the least and the greatest value of a chunk, as far as they are stated and can be decoded."""
-    stated = ChunkStatistics(chunk.struct).statistics
-    found: list[Value] = []
-    for data in () if stated is None else (stated.min_value, stated.max_value):
-        with contextlib.suppress(ValueError, struct.error, OverflowError):
-            if data is not None:
-                found.append(_decoded(bytes(data), element))
-    return found
-
-
-def _decoded(data: bytes, element: SchemaElement) -> Value:
-    if element.type in (_BYTE_ARRAY, _FIXED):
-        return data.decode()
-    if element.type in (_FLOAT, _DOUBLE):
-        (number,) = struct.unpack("<f" if element.type == _FLOAT else "<d", data)
-        return float(number)
-    if element.type == _INT96:
-        raise ValueError
-    value = int.from_bytes(data, "little", signed=True)
-    if _type_class(element) != "date":
-        return value
-    if element.type == _INT32:
-        return date(1970, 1, 1) + timedelta(days=value)
-    for unit, count in ((9, 10**3), (10, 10**6)):
-        if _Element(element.struct).converted_type == unit:
-            return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=value // count)).date()
-    raise ValueError
+    with contextlib.suppress(pa.ArrowException, ValueError, OverflowError):
+        stated = chunk.statistics
+        if stated is not None and stated.has_min_max:
+            return list(_usable((stated.min, stated.max)))
+    return []
 
 
 def _is_out_of_question(path: ColumnPath, type_class: TypeClass, statistics: Sequence[Sequence[Value]]) -> bool:
@@ -630,12 +577,19 @@ def _spread(row_groups: int) -> list[int]:
 
 
 def _sampled_each(
-    place: Any, asked: list[ColumnPath], dictionaries: list[str], footer: Footer, rows: int
+    place: Any,
+    metadata: pq.FileMetaData,
+    asked: list[ColumnPath],
+    dictionaries: list[str],
+    footer: Footer,
+    rows: int,
 ) -> tuple[dict[ColumnPath, dict[Value, None]], dict[ColumnPath, Exception]]:
     """Return some distinct values of columns, and the errors of columns that cannot be decoded."""
     try:
         # Without the buffer, Arrow reads whole chunks.
-        file = pq.ParquetFile(place, buffer_size=_READ_BYTES, pre_buffer=False, read_dictionary=dictionaries)
+        file = pq.ParquetFile(
+            place, metadata=metadata, buffer_size=_READ_BYTES, pre_buffer=False, read_dictionary=dictionaries
+        )
         return _sampled(file, asked, footer, rows), {}
     except (pa.ArrowException, KeytoolsError, OSError, OverflowError, ValueError) as error:
         if len(asked) == 1:
@@ -645,7 +599,7 @@ def _sampled_each(
             return {}, {asked[0]: error if is_ours else ParquetFormatError(text)}
     found, errors = {}, {}
     for path in asked:
-        values, failed = _sampled_each(place, [path], dictionaries, footer, rows)
+        values, failed = _sampled_each(place, metadata, [path], dictionaries, footer, rows)
         found.update(values)
         errors.update(failed)
     return found, errors
@@ -697,14 +651,19 @@ def _leaf_arrays(array: pa.Array) -> Iterator[pa.Array]:
         yield array
 
 
-def _values(array: pa.Array, most: int) -> Iterable[Value]:
+def _values(array: pa.Array, most: int) -> Iterator[Value]:
     """Yield some values; of a chunk with a dictionary, values of all its rows."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary
     array = array.drop_null()[:most]
     if pa.types.is_timestamp(array.type):
         array = array.cast(pa.date32(), safe=False)
-    for value in array.to_pylist():
+    yield from _usable(array.to_pylist())
+
+
+def _usable(values: Iterable[Any]) -> Iterator[Value]:
+    """Yield the values that may be personal data."""
+    for value in values:
         if isinstance(value, bytes):
             with contextlib.suppress(UnicodeDecodeError):
                 yield value.decode()

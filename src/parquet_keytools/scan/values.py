@@ -32,15 +32,7 @@ _LEAST_WITHOUT_NAME = 8
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a column looks like.
-
-    Attributes:
-        kind: The kind.
-        by: What says so.
-        matching: How many of the distinct sampled values have the format.
-        values: Number of distinct sampled values; 0 if only the name says so.
-        detail: Which national identifiers, such as `pl.pesel`.
-    """
+    """What a column looks like; see `Finding`. `detail` is a national identifier, such as `pl.pesel`."""
 
     kind: Kind
     by: Literal["name", "values", "name and values"]
@@ -53,13 +45,7 @@ _BY: dict[bool, Literal["values", "name and values"]] = {False: "values", True: 
 
 
 def judge(path: tuple[str, ...], type_class: TypeClass, values: Collection[Value]) -> Verdict | None:
-    """Return what a column looks like; None if it is no personal data that can be recognised.
-
-    Args:
-        path: Names from the top of the schema to the leaf.
-        type_class: Its type.
-        values: Distinct sampled values without nulls; empty if none were sampled.
-    """
+    """Return what a column looks like, by its distinct values; None if nothing can be recognised."""
     names = kinds_by_name(path)
     if type_class == "other" or (not names and type_class == "date"):
         return None

@@ -328,15 +328,12 @@ def test_two_templates_give_one_key_to_two_values(place: Place) -> None:
     assert place.keys() >= ALL_KEYS
 
 
-@pytest.mark.parametrize("name", ["keystore.json", "events/tenant=bolt/part-0.parquet", "keytools.yaml"])
-def test_only_a_certificate_is_replaced_by_a_certificate(place: Place, name: str) -> None:
+@pytest.mark.parametrize("name", ["keystore.json", "events/tenant=bolt/part-0.parquet"])
+def test_a_certificate_replaces_no_file(place: Place, name: str) -> None:
     before = (place.folder / name).read_bytes()
-    arguments = ("--yes", "acme", "--overwrite", "--certificate")
-    done = place.erase(*arguments, str(place.folder / name))
-    assert done.exit_code == 2 and "not a certificate" in done.stderr
+    done = place.erase("--yes", "acme", "--certificate", str(place.folder / name))
+    assert done.exit_code == 2 and "exists already" in done.stderr
     assert (place.folder / name).read_bytes() == before and place.keys() == ALL_KEYS
-    for _ in range(2):
-        assert place.erase(*arguments, str(place.certificate)).exit_code == 0
 
 
 def test_a_kms_has_two_names(place: Place) -> None:

@@ -109,9 +109,9 @@ class KilledError(BaseException):
     """Stands for the end of the process."""
 
 
-def test_the_record_of_a_killed_run_is_continued(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
+def test_the_record_of_a_killed_run_shows_what_it_found(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
     case, record = keystore_case(), tmp_path / "record.json"
-    arguments = ("erase", case.data, "--config", case.config, *WHERE, "--record", record, "--processes", 1)
+    arguments = ("erase", case.data, "--config", case.config, *WHERE, "--processes", 1, "--record")
     original, planned, done_files = rewrite._Rewriting.rewrite, [], []
 
     def killed_before_the_second(self, location, locked_folder):
@@ -123,43 +123,21 @@ def test_the_record_of_a_killed_run_is_continued(run, keystore_case, tmp_path: P
 
     monkeypatch.setattr(rewrite._Rewriting, "rewrite", killed_before_the_second)
     with pytest.raises(KilledError):
-        run(*arguments)
+        run(*arguments, record)
     monkeypatch.setattr(rewrite._Rewriting, "rewrite", original)
     # As SIGKILL leaves it: what was found, and nothing of what was done.
     record.write_bytes(planned[0])
     plan = json.loads(planned[0])
-    assert not plan["complete"] and {file["outcome"] for file in plan["files"]} == {"with matching rows"}
-    # The next run removes the other file's rows, and finds the first file damaged for a while.
-    first = Path(done_files[0].path)
-    content = first.read_bytes()
-    first.write_bytes(b"PAR1 and no more PAR1")
-    done = run(*arguments)
-    assert done.exit_code == 1 and "Removed: 2 rows." in done.output
-    first.write_bytes(content)
-    assert run(*arguments).exit_code == 0
-    document = json.loads(record.read_text())
-    assert document["complete"]
-    for file, was in zip(document["files"], plan["files"], strict=True):
-        assert (file["outcome"], file["rows_removed"]) == ("rewritten without rows", 2)
-        assert file["before"] == was["before"] and file["after"]["size_bytes"] == Path(file["path"]).stat().st_size
-    # Another erasure has another record.
-    done = run("erase", case.data, "--config", case.config, "--rewrite", "--where", "id = 4", "--record", record)
-    assert done.exit_code == 2 and "not the record of this erasure" in done.stderr
-
-
-def test_a_dry_run_is_no_run_that_removed_rows(run, keystore_case, tmp_path: Path) -> None:
-    case, record = keystore_case(), tmp_path / "record.json"
-    arguments = ("erase", case.data, "--config", case.config, *WHERE)
-    assert run(*arguments, "--record", record, "--dry-run").exit_code == 0
-    assert run(*arguments).exit_code == 0
-    assert run(*arguments, "--record", record).exit_code == 0
-    document = json.loads(record.read_text())
-    assert not document["dry_run"]
-    found = {(file["outcome"], file["rows_removed"]) for file in document["files"]}
-    assert found == {("without matching rows", 0)}
-    # A dry run does not replace the record of a run.
-    before = record.read_bytes()
-    assert run(*arguments, "--record", record, "--dry-run").exit_code == 2 and record.read_bytes() == before
+    assert not plan["complete"]
+    assert {(file["outcome"], file["rows_removed"]) for file in plan["files"]} == {("with matching rows", 2)}
+    # No other run replaces it, also not a dry run.
+    for more in ((), ("--dry-run",)):
+        done = run(*arguments, record, *more)
+        assert done.exit_code == 2 and "exists already" in done.stderr and record.read_bytes() == planned[0]
+    assert run(*arguments, tmp_path / "second.json").exit_code == 0
+    document = json.loads((tmp_path / "second.json").read_text())
+    removed = {file["path"]: file["rows_removed"] for file in document["files"]}
+    assert document["complete"] and removed.pop(done_files[0].path) == 0 and set(removed.values()) == {2}
 
 
 def test_many_small_files_in_processes(run, keystore_case, table) -> None:

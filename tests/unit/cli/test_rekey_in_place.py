@@ -213,9 +213,9 @@ def test_a_data_key_that_stays_is_told(run, table: pa.Table, tmp_path: Path) -> 
     [
         ([], "or --in-place"),
         (["DST", "--in-place"], "DST and --in-place contradict each other"),
-        (["--in-place", "--overwrite"], "always replaces files"),
+        (["--in-place", "--overwrite"], "this does not work with --in-place"),
         (["DST", "--follow-links"], "this works with --in-place only"),
-        (["--in-place", "--skip-existing"], "encrypts all files again"),
+        (["--in-place", "--skip-existing"], "this does not work with --in-place"),
         (["DST", "--no-verify"], "this works with --in-place only"),
         (["--in-place", "--table", "peple"], "Did you mean 'people'?"),
         (["--in-place", "--to-table", "peple"], "Did you mean 'people'?"),
