@@ -15,7 +15,7 @@ from parquet_keytools.config.labels import no_field_labels
 from parquet_keytools.encryption import file_encryption
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.format.structs import Aes, FileCryptoMetaData, FileMetaData
-from parquet_keytools.keys.key_material import write_key_materials
+from parquet_keytools.keys.material_store import write_key_materials
 from parquet_keytools.storage.locations import FileLocation, open_source
 
 UNIQUE = b"8 bytes!"

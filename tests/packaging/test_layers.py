@@ -125,7 +125,7 @@ OUTSIDE: dict[str, list[str]] = {
         "erasure/*.py",
         "files/*.py",
         "iceberg/*.py",
-        "keys/key_material.py",
+        "keys/material_store.py",
         "keytools.py",
         "spark/*.py",
         "rotation/s3_*.py",

@@ -39,7 +39,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.format.structs import FileCryptoMetaData
 from parquet_keytools.keys import key_wrapping as file_key_retriever
-from parquet_keytools.keys.key_material import read_key_materials
+from parquet_keytools.keys.material_store import read_key_materials
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_text
 from parquet_keytools.rotation.report import RotationOutcome

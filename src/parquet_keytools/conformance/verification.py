@@ -49,8 +49,9 @@ from parquet_keytools.files.opened_file import check_column_keys, check_footer_k
 from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, ByteSource
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
-from parquet_keytools.keys.key_material import KeyMaterial, KeyReference, parse_key_metadata, read_key_materials
+from parquet_keytools.keys.key_material import KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
+from parquet_keytools.keys.material_store import read_key_materials
 from parquet_keytools.runtime.presentation import escaped_path
 from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.secret_bytes import SecretBytes

@@ -11,9 +11,9 @@ from pathlib import PurePosixPath
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import ChangedMeanwhileError, KeytoolsError
-from parquet_keytools.keys.key_material import (
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.material_store import (
     MAX_FILE_BYTES,
-    KeyMaterial,
     read_key_materials,
     remove_key_materials,
     serialise_key_materials,

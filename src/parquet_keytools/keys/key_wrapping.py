@@ -32,8 +32,8 @@ from parquet_keytools.keys.key_material import (
     KeyReference,
     decode_base64,
     parse_key_metadata,
-    read_key_materials,
 )
+from parquet_keytools.keys.material_store import read_key_materials
 from parquet_keytools.kms.aes_key_wrap import ADDED_LENGTH, unwrap_bytes, wrap_by
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.runtime.threads_and_forks import ForkSafeLock, OwnerProcess

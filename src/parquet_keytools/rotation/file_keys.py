@@ -23,15 +23,9 @@ from parquet_keytools.errors import (
     value_or_raise,
 )
 from parquet_keytools.files.opened_file import VerifiedTail, naming_place
-from parquet_keytools.keys.key_material import (
-    DataKeyId,
-    KeyMaterial,
-    KeyReference,
-    parse_key_materials,
-    parse_key_metadata,
-    read_key_material_file,
-)
+from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import DataKeys, decode_master_key_id, dek_of
+from parquet_keytools.keys.material_store import parse_key_materials, read_key_material_file
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation.report import FileRotation
 from parquet_keytools.rotation.rewrapper import NewMaterial, RewrapTask, WrappedKey

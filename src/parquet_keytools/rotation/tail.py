@@ -35,7 +35,7 @@ from parquet_keytools.format.structs import (
     RowGroup,
 )
 from parquet_keytools.format.thrift import Entry
-from parquet_keytools.keys.key_material import MAX_FILE_BYTES
+from parquet_keytools.keys.material_store import MAX_FILE_BYTES
 from parquet_keytools.rotation.file_keys import Tail, changed_while_rotated, check_unchanged
 from parquet_keytools.runtime import operating_system
 from parquet_keytools.secret_bytes import SecretBytes

@@ -35,8 +35,8 @@ from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.opened_file import OpenedFile, columns_named
 from parquet_keytools.format.file_layout import leaf_columns, read_footer_bytes
 from parquet_keytools.format.structs import FileMetaData
-from parquet_keytools.keys.key_material import serialise_key_materials
 from parquet_keytools.keys.key_wrapping import Clock, decode_master_key_id, encode_master_key_id
+from parquet_keytools.keys.material_store import serialise_key_materials
 from parquet_keytools.kms.client import KmsClient, WrapRequest
 from parquet_keytools.runtime.threads_and_forks import ForkSafeLock, share_with_arrow
 from parquet_keytools.secret_bytes import SecretBytes

@@ -30,7 +30,7 @@ from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
 from parquet_keytools.files.replacement import put_in_place
 from parquet_keytools.files.table_check import names_in_folders
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
-from parquet_keytools.keys.key_material import read_key_materials, remove_key_materials
+from parquet_keytools.keys.material_store import read_key_materials, remove_key_materials
 from parquet_keytools.runtime.presentation import escaped_path
 from parquet_keytools.runtime.threads_and_forks import ExceptionWatch, ForkSafeLock, OwnerProcess, share_with_arrow
 from parquet_keytools.storage.local_files import (

@@ -8,7 +8,7 @@ from faults import FaultyKms, TurnedClock
 from parquet_keytools.config.key_policy import MasterKeyReference
 from parquet_keytools.errors import KeyMaterialError, KeyNotAvailableError, KmsAccessDeniedError
 from parquet_keytools.files.table_check import seen_key
-from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, write_key_materials
+from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference
 from parquet_keytools.keys.key_wrapping import (
     DataKeys,
     DekToWrap,
@@ -18,6 +18,7 @@ from parquet_keytools.keys.key_wrapping import (
     KmsKeys,
     Wrapping,
 )
+from parquet_keytools.keys.material_store import write_key_materials
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parquet_keytools.errors import KeyMaterialError, OutputError, ParquetFormatError
-from parquet_keytools.keys import key_material
-from parquet_keytools.keys.key_material import (
-    KeyMaterial,
+from parquet_keytools.keys import material_store
+from parquet_keytools.keys.key_material import KeyMaterial
+from parquet_keytools.keys.material_store import (
     parse_key_materials,
     read_key_materials,
     remove_key_materials,
@@ -114,7 +114,7 @@ def test_every_mistake_is_one_clear_error(content: bytes, words: str) -> None:
 
 
 def test_too_long(location: FileLocation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_material, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(material_store, "MAX_FILE_BYTES", 100)
     write_key_materials(location, MATERIALS)
     with pytest.raises(ParquetFormatError, match="longer than 100 bytes"):
         read_key_materials(location)
