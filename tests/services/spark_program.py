@@ -39,8 +39,6 @@ def main(sessions: Sessions, arguments: dict[str, Any]) -> dict[str, Any]:
             results[part] = PARTS[part](spark, keytools, folder)
         results["settings"] = dict(spark.sparkContext.getConf().getAll())
         results["statistics"] = [counts for counts in statistics(spark) if counts["process"] not in before]
-        if {"write", "each_table"} & results.keys():
-            time.sleep(1.5)  # So that workers have logged their counts.
     finally:
         if not arguments.get("keep"):
             sessions.stop()

@@ -195,10 +195,7 @@ def _table_document(report: TableReport) -> dict[str, Any]:
         "master_key_ids": report.master_key_ids,
         "keks": report.keks,
         "unneeded_keys": list(encryption.unneeded_keys),
-        "snapshots": [
-            {name: getattr(snapshot, name) for name in ("snapshot_id", "key_id", "manifest_list")}
-            for snapshot in encryption.snapshots
-        ],
+        "snapshots": encryption.snapshots,
         "files": [
             {
                 "location": link.location,

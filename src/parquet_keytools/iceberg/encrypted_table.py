@@ -33,7 +33,6 @@ from parquet_keytools.encryption.module_cipher import KEY_LENGTHS_BITS
 from parquet_keytools.errors import (
     ConfigurationError,
     KeyMaterialError,
-    KeytoolsError,
     NotEncryptedError,
     OutputError,
 )
@@ -94,6 +93,7 @@ class EncryptedTable(CommittingTable):
             table.name(), table.metadata, table.metadata_location, table.io, table.catalog, table.config
         )
         self._new_keys = NewKeys(self.reader.keys)
+        self.is_sent = False
 
     @property
     def reader(self) -> EncryptedFileIO:
@@ -256,6 +256,7 @@ class EncryptedTable(CommittingTable):
         gives_numbers = any(isinstance(update, AddSchemaUpdate | AddPartitionSpecUpdate) for update in updates)
         self._refuse_false_claims(self._counters_of_files() if gives_numbers else None)
         catalog = committing(self.catalog, StoredFileIO(self.reader, self._places), changes)
+        self.is_sent = True
         response = catalog.commit_table(self, requirements, updates)
         self._refuse_other_table(response.metadata)
         self.metadata, self.metadata_location = response.metadata, response.metadata_location
@@ -329,6 +330,7 @@ class _WorkingTable(EncryptedTable):
         self._snapshot_keys[snapshot_id] = self._new_keys.entries_for(self.known().chain, key_metadata)
 
     def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
+        self.is_sent = False
         self._refuse_other_key(updates)
         snapshots = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
         keys = {snapshot: self._snapshot_keys[snapshot] for snapshot in snapshots}
@@ -389,33 +391,17 @@ class EncryptedTransaction(ProducingTransaction):
             Exception: An error of the catalog; the files stay, since the commit may have succeeded.
         """
         table, original = self._working, self._original
-        snapshots = self.snapshot_ids
         try:
             super().commit_transaction()
-        except (CommitFailedException, ValidationException):
-            table.io.remove_begun()
-            raise
         except Exception as error:
-            has_landed = self._has_landed(snapshots)
-            # Our own errors come before the catalog is asked, or after it took the commit.
-            if has_landed is False and isinstance(error, KeytoolsError):
+            # After any other error of the catalog, the commit might still arrive.
+            if not table.is_sent or isinstance(error, CommitFailedException | ValidationException | OutputError):
                 table.io.remove_begun()
-            if not has_landed or isinstance(error, KeytoolsError):
-                raise
+            raise
         table.io.keep_begun()
         original.metadata, original.metadata_location = table.stored_metadata, table.metadata_location
         original.io = table.reader
         return original
-
-    def _has_landed(self, snapshots: list[int]) -> bool | None:
-        """Return whether the table has the snapshots of this transaction, or None if it cannot be loaded."""
-        try:
-            self._working.refresh()
-        except Exception:
-            return None
-        return bool(snapshots) and all(
-            self._working.metadata.snapshot_by_id(snapshot) is not None for snapshot in snapshots
-        )
 
 
 # --- tables of a catalog ---

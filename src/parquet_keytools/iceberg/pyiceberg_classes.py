@@ -21,21 +21,12 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Literal, cast
 
-import pyarrow.parquet as pq
-import pyarrow.parquet.encryption as pe
-from pyiceberg.avro.codecs import AVRO_CODEC_KEY, CODEC_MAPPING_ICEBERG_TO_AVRO, AvroCompressionCodec
-from pyiceberg.avro.file import MAGIC, META_SCHEMA, AvroFile, AvroFileHeader, AvroOutputFile
-from pyiceberg.avro.resolver import construct_writer
+from pyiceberg.avro.codecs import AVRO_CODEC_KEY, AvroCompressionCodec
+from pyiceberg.avro.file import AvroFile, AvroOutputFile
 from pyiceberg.catalog import Catalog
 from pyiceberg.catalog.rest import RestCatalog
 from pyiceberg.exceptions import CommitFailedException, TableAlreadyExistsError, ValidationException
 from pyiceberg.io import FileIO
-from pyiceberg.io.pyarrow import (
-    compute_statistics_plan,
-    data_file_statistics_from_parquet_metadata,
-    parquet_path_to_id_mapping,
-    pyarrow_to_schema,
-)
 from pyiceberg.manifest import (
     MANIFEST_ENTRY_SCHEMAS,
     MANIFEST_LIST_FILE_SCHEMAS,
@@ -53,7 +44,7 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.table import Table, TableProperties, Transaction
+from pyiceberg.table import Table, Transaction
 from pyiceberg.table.metadata import TableMetadata, TableMetadataV3
 from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.table.snapshots import Operation, Snapshot
@@ -85,8 +76,6 @@ from parquet_keytools.iceberg.written_files import MetadataFiles, WritingFileIO,
 
 _VERSION: Literal[3] = 3
 
-_AVRO_SCHEMA_KEY = "avro.schema"
-_NO_STATISTICS = {TableProperties.DEFAULT_WRITE_METRICS_MODE: "none"}
 
 _ENTRY_FILE = 4
 _FILE_COLUMN_SIZES, _FILE_KEY_METADATA, _FILE_SPLIT_OFFSETS, _FILE_FIRST_ROW_ID = 6, 12, 13, 16
@@ -144,37 +133,6 @@ class ProducingTransaction(Transaction):
 # --- writers of manifests and manifest lists ---
 
 
-class _ManifestOutput(AvroOutputFile[ManifestEntry]):
-    """An Avro file whose schema has each type name once, as Avro requires: partition fields may share a type."""
-
-    def _write_header(self) -> None:
-        schema = AvroSchemaConversion().iceberg_to_avro(self.file_schema, schema_name=self.schema_name)
-        _rename_repeated(schema, set())
-        codec = self.metadata.get(AVRO_CODEC_KEY, TableProperties.WRITE_AVRO_COMPRESSION_DEFAULT)
-        header = {
-            **self.metadata,
-            _AVRO_SCHEMA_KEY: json.dumps(schema),
-            AVRO_CODEC_KEY: CODEC_MAPPING_ICEBERG_TO_AVRO.get(codec, codec),
-        }
-        construct_writer(META_SCHEMA).write(self.encoder, AvroFileHeader(MAGIC, header, self.sync_bytes))
-
-
-def _rename_repeated(schema: Any, names: set[str]) -> None:
-    """Rename the types in the JSON of an Avro schema that repeat an earlier name."""
-    if isinstance(schema, list):
-        for item in schema:
-            _rename_repeated(item, names)
-    elif isinstance(schema, dict):
-        if schema.get("type") in ("fixed", "record"):
-            name, count = schema["name"], 1
-            while schema["name"] in names:
-                count += 1
-                schema["name"] = f"{name}_{count}"
-            names.add(schema["name"])
-        for part in ("type", "fields", "items", "values"):
-            _rename_repeated(schema.get(part), names)
-
-
 class _ManifestWriterV3(ManifestWriterV2):
     """Writes an encrypted manifest of data files.
 
@@ -204,7 +162,7 @@ class _ManifestWriterV3(ManifestWriterV2):
     def new_writer(self) -> AvroOutputFile[ManifestEntry]:
         # The records are already in the form of version 3.
         schema = self._with_partition(_VERSION)
-        return _ManifestOutput(
+        return AvroOutputFile[ManifestEntry](
             output_file=self._output_file,
             file_schema=schema,
             record_schema=schema,
@@ -332,19 +290,33 @@ def _read_first_row_ids(io: FileIO, manifest: ManifestFile) -> Iterator[tuple[st
 
 
 def _check_partition_types(spec: PartitionSpec, schema: Schema) -> None:
-    """Refuse partition values that PyIceberg writes into manifests but cannot read (`FormatLimitError`)."""
+    """Refuse partition values that PyIceberg writes into manifests but cannot read (`FormatLimitError`).
+
+    Avro names a type once, and PyIceberg names it in each of several fields.
+    """
     conversion = AvroSchemaConversion()
+    names: set[str] = set()
     for field in spec.partition_type(schema).fields:
         is_readable = False
         with contextlib.suppress(ValueError, TypeError, LookupError):
-            conversion.avro_to_iceberg(cast("dict[str, Any]", conversion.iceberg_to_avro(Schema(field))))
-            is_readable = True
+            in_avro = cast("dict[str, Any]", conversion.iceberg_to_avro(Schema(field)))
+            conversion.avro_to_iceberg(in_avro)
+            name = _type_name(in_avro["fields"][0]["type"])
+            is_readable = name not in names
+            names |= {name} - {""}
         if not is_readable:
             raise FormatLimitError(
                 f"the table is partitioned by {field.name!r}, of type {field.field_type}, which PyIceberg cannot "
-                "read in manifests: nothing could read the table after this commit.",
+                "read in manifests, or not beside another field of this type: nothing could read the table after "
+                "this commit.",
                 hint="Partition by another transform, such as day or bucket, or remove this partition field.",
             )
+
+
+def _type_name(avro_type: Any) -> str:
+    """Return the name of an Avro type of a field, nullable or not; empty where it has none."""
+    kinds = avro_type if isinstance(avro_type, list) else [avro_type]
+    return next((kind["name"] for kind in kinds if isinstance(kind, dict) and "name" in kind), "")
 
 
 # --- producers of snapshots ---
@@ -367,21 +339,8 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
     def append_data_file(self, data_file: DataFile) -> Any:
         """Take a data file that this table wrote; others may be plaintext, and are refused."""
         key_metadata = self._io.key_metadata(data_file.file_path)
-        properties = pe.create_decryption_properties(
-            footer_key=key_metadata.encryption_key.reveal(), aad_prefix=key_metadata.aad_prefix
-        )
-        with self._io.storage.new_input(data_file.file_path).open() as file:
-            metadata = pq.read_metadata(file, decryption_properties=properties)
-        # PyIceberg measured the plaintext file. Columns are matched by the field ids in the file: its names may
-        # differ from the names in the table, whose schema may have changed.
-        schema = pyarrow_to_schema(metadata.schema.to_arrow_schema(), format_version=_VERSION)
-        statistics = data_file_statistics_from_parquet_metadata(
-            parquet_metadata=metadata,
-            stats_columns=compute_statistics_plan(schema, _NO_STATISTICS),
-            parquet_column_mapping=parquet_path_to_id_mapping(schema),
-        )
-        data_file[_FILE_COLUMN_SIZES] = statistics.column_sizes
-        data_file[_FILE_SPLIT_OFFSETS] = statistics.split_offsets
+        # PyIceberg measured the plaintext file.
+        data_file[_FILE_COLUMN_SIZES] = data_file[_FILE_SPLIT_OFFSETS] = None
         data_file[_FILE_KEY_METADATA] = key_metadata.encode().reveal()
         data_file.spec_id = self._transaction.table_metadata.default_spec_id
         assert data_file.file_size_in_bytes == key_metadata.file_length

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -160,7 +160,7 @@ class Job:
                 "the session has no SparkContext: pipelines need a classic session, not one of Spark Connect."
             ) from None
         self.session = spark
-        self._started = time.monotonic()
+        self.started = time.monotonic()
         self._place = place_of(path)
         self.root = node_location(self._place)
         self.configuration = _loaded(configuration)
@@ -178,7 +178,8 @@ class Job:
         speculates = self._context.getConf().get("spark.speculation", "false").lower() == "true"
         self._attempts_at_a_time = 2 if speculates else 1
         self._most_tasks = self._limit_of_tasks(max_tasks)
-        self._kms_keys: Counter[str] = Counter()
+        self.kms_keys: Counter[str] = Counter()
+        """The number of keys that the KMS was asked for, by operation; complete after the end."""
         self._is_kms_seen = False
         self.tasks = 0
 
@@ -186,20 +187,8 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kms_keys += _kms_counts(self.keys, self.new_keys)
-        for service in {id(service): service for service in (self.keys, self.new_keys)}.values():
-            if service.kms is not None:
-                service.kms.close()
-
-    @property
-    def kms_keys(self) -> Counter[str]:
-        """The number of keys that the KMS was asked for, by operation; complete after the end."""
-        return self._kms_keys
-
-    @property
-    def seconds(self) -> float:
-        """The time since the start."""
-        return time.monotonic() - self._started
+        self.kms_keys += _kms_counts(self.keys, self.new_keys)
+        _close(self.keys, self.new_keys)
 
     def _limit_of_tasks(self, max_tasks: int | None) -> int | None:
         """Return how many tasks there may be; None for any number."""
@@ -247,7 +236,7 @@ class Job:
         for piece, result in zip(pieces, results, strict=True):
             # Unpacked one by one: the outcomes of a million files would take gigabytes.
             outcomes, kms_keys = pickle.loads(zlib.decompress(result))  # noqa: S301 - from our own tasks
-            self._kms_keys += kms_keys
+            self.kms_keys += kms_keys
             yield from zip(piece, outcomes, strict=True)
 
     def _refuse_unreachable_kms(self, file: NamedFile) -> None:
@@ -481,17 +470,15 @@ class Worker:
         return kept
 
 
-_MOST_CLIENTS = 4
-"""How many KMS clients stay open in a Python worker, which Spark ends when it is idle for a minute."""
-
 _workers: dict[tuple[str, int], Worker] = {}
-_clients: OrderedDict[tuple[str, int], tuple[KmsSettings, KmsClient]] = OrderedDict()
 
 
 def _worker(carried: CarriedKeys, position: int) -> Worker:
     """Return the keys of a job, or raise `ConfigurationError`; the keys of an earlier job are forgotten."""
     key = carried.job_id, carried.tasks
     if key not in _workers:
+        for worker in _workers.values():
+            _close(worker.keys, worker.new_keys)
         _workers.clear()
         _workers[key] = Worker(carried, position)
     return _workers[key]
@@ -502,25 +489,10 @@ def _service(text: str, tasks: int) -> WorkerKeyService:
 
     folder = Path(SparkFiles.getRootDirectory()) if TaskContext.get() is not None else Path.cwd()
     configuration = received_configuration(text, folder)
-    return WorkerKeyService(configuration, _client(configuration, text, tasks))
-
-
-def _client(configuration: Configuration, text: str, tasks: int) -> KmsClient | None:
-    """Return a KMS client. It outlives a job: opening a keystore, or a login, takes longer than many files."""
-    if configuration.kms is None:
-        return None
-    settings, client = _clients.pop((text, tasks), (None, None))
-    # The file may say something else now, or hold another secret.
-    if client is not None and settings != configuration.kms:
-        client.close()
-        client = None
-    if client is None:
-        client = make_client(_shared(configuration.kms, tasks), configuration.folder)
-    _clients[text, tasks] = configuration.kms, client
-    while len(_clients) > _MOST_CLIENTS:
-        _, (_, oldest) = _clients.popitem(last=False)
-        oldest.close()
-    return client
+    kms = (
+        None if configuration.kms is None else make_client(_shared(configuration.kms, tasks), configuration.folder)
+    )
+    return WorkerKeyService(configuration, kms)
 
 
 _CALLS_TO_WAIT_FOR = 20
@@ -558,3 +530,9 @@ def _kms_counts(*services: KeyService) -> Counter[str]:
         if service.kms is not None:
             counts += service.kms.call_counts
     return counts
+
+
+def _close(*services: KeyService) -> None:
+    for service in services:
+        if service.kms is not None:
+            service.kms.close()

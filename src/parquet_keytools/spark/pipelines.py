@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -252,7 +253,12 @@ class _Report:
         """Return the report, after the end of the job."""
         job = self._job
         return PipelineReport(
-            job.session, self._rows.packed(), self.outcomes, job.kms_keys, job.tasks, job.seconds
+            job.session,
+            self._rows.packed(),
+            self.outcomes,
+            job.kms_keys,
+            job.tasks,
+            time.monotonic() - job.started,
         )
 
 
@@ -352,7 +358,9 @@ def encrypt(
                 hint="Set `key_material: internal`.",
             )
         encrypt_one = partial(
-            _encrypt,
+            _convert,
+            convert=partial(conversion.encrypt_file, threads=1),
+            outcome=ENCRYPTED,
             target_place=target_place,
             table_name=name,
             overwrite=overwrite or not skip_existing,
@@ -423,44 +431,31 @@ def _mirror(
     return report.finished()
 
 
-def _encrypt(
+def _convert(
     worker: Worker,
     source: FileLocation,
     file: NamedFile,
     *,
+    convert: Callable[..., FileResult],
+    outcome: str,
     target_place: str,
-    table_name: str,
-    overwrite: bool,
-    skip_existing: bool,
+    **options: Any,
 ) -> Outcome:
-    """Encrypt a file. Another attempt of the task may do the same at the same time: both end well."""
-    convert = partial(
-        conversion.encrypt_file,
-        worker.keys,
-        source,
-        table_name=table_name,
-        overwrite=overwrite,
-        skip_existing=skip_existing,
-        threads=1,
-    )
-    result = _converted(convert, target_place, file)
-    if result.skipped:
-        return Outcome(str(source), FINISHED_BEFORE, bytes=result.source_bytes)
-    return Outcome(str(source), ENCRYPTED, keys=worker.keys.take_last_keys(), bytes=result.source_bytes)
-
-
-def _converted(convert: Callable[..., FileResult], target_place: str, file: NamedFile) -> FileResult:
+    """Convert a file. Another attempt of the task may do the same at the same time: both end well."""
     target = file_at(node_location(target_place), file.name)
     if file.name and target.filesystem.type_name not in OBJECT_STORES:
         target.filesystem.create_dir(target.path.rpartition("/")[0], recursive=True)
-    for _ in range(_TRIES - 1):
+    for tries_left in reversed(range(_TRIES)):
         try:
-            return convert(target=target)
+            result = convert(worker.keys, source, target, **options)
+            break
         except OutputError:
             # The other attempt put the same file there meanwhile, or its key material file.
-            if not target.is_file():
+            if not tries_left or not target.is_file():
                 raise
-    return convert(target=target)
+    if result.skipped or result.copied:
+        return Outcome(str(source), FINISHED_BEFORE if result.skipped else COPIED, bytes=result.source_bytes)
+    return Outcome(str(source), outcome, keys=worker.keys.take_last_keys(), bytes=result.source_bytes)
 
 
 # --- decrypt ---
@@ -487,24 +482,8 @@ def decrypt(
     First, tasks open all files: a file that has the keys of another one is a copy, and fails. With
     `plaintext_files: allow`, plaintext files are copied.
 
-    Args:
-        spark: A session.
-        source: A path or URI that every node understands.
-        target: Likewise.
-        configuration: The configuration, or its YAML file.
-        table_name: The table of the files; None where there is only one, or where files may be of any.
-        aad_prefix: The AAD prefix that they must have.
-        overwrite: See `encrypt`.
-        skip_existing: See `encrypt`.
-        file_on_nodes: See `encrypt`.
-        max_tasks: How many tasks there may be.
-
-    Raises:
-        ConfigurationError: The configuration is wrong here, or on an executor.
-        FileNotFoundError: There is no source.
-        OutputError: The target is the source or in it, or holds files.
-        ParquetFormatError: The source has no Parquet files.
-        SparkJobFailedError: Spark gave the job up.
+    Without `table_name`, files may be of any table; `aad_prefix` is the AAD prefix that they must have. Other
+    arguments and errors are those of `encrypt`.
     """
     target_place = place_of(target)
     target_root = node_location(target_place)
@@ -512,7 +491,9 @@ def decrypt(
         job.configuration.table_of_files(table_name)
         open_file = partial(_open, table_name=table_name, aad_prefix=aad_prefix, salt=secrets.token_bytes(32))
         decrypt_one = partial(
-            _decrypt,
+            _convert,
+            convert=_decrypt,
+            outcome=DECRYPTED,
             target_place=target_place,
             table_name=table_name,
             aad_prefix=aad_prefix,
@@ -561,31 +542,9 @@ def _open(
     return Outcome(str(location), "opened", bytes=file.size_bytes, other=digest)
 
 
-def _decrypt(
-    worker: Worker,
-    source: FileLocation,
-    file: NamedFile,
-    *,
-    target_place: str,
-    table_name: str | None,
-    aad_prefix: str | bytes | None,
-    overwrite: bool,
-    skip_existing: bool,
-) -> Outcome:
-    """Decrypt a file; see `_encrypt`."""
-    convert = partial(
-        conversion.decrypt_file,
-        worker.keys,
-        source,
-        table_name=table_name,
-        aad_prefix=aad_prefix,
-        overwrite=overwrite,
-        skip_existing=skip_existing,
-        identities=FileIdentities(refuses=False),
-    )
-    result = _converted(convert, target_place, file)
-    outcome = FINISHED_BEFORE if result.skipped else COPIED if result.copied else DECRYPTED
-    return Outcome(str(source), outcome, bytes=result.source_bytes)
+def _decrypt(keys: KeyService, source: FileLocation, target: FileLocation, **options: Any) -> FileResult:
+    """Decrypt a file; `_copies` compares files."""
+    return conversion.decrypt_file(keys, source, target, identities=FileIdentities(refuses=False), **options)
 
 
 # --- rotate ---
@@ -623,9 +582,9 @@ def rotate(
     they are. Where the KMS hides versions, and with `new_keks`, all keys are re-wrapped again.
 
     Args:
-        spark: A session.
-        path: A path or URI that every node understands.
-        configuration: The configuration, or its YAML file.
+        spark: See `encrypt`.
+        path: The data set, by a path or URI that every node understands.
+        configuration: See `encrypt`.
         moves: Old master key -> the one that takes its place; names of the configuration, or identifiers. None
             takes those of the configuration.
         only_master_keys: The master keys that are rotated.
@@ -643,8 +602,6 @@ def rotate(
     Raises:
         ConfigurationError: There is no KMS, or the moves are not possible, or an executor lacks something.
         KmsError: A master key to move to cannot be used, or the KMS answers nothing.
-        FileNotFoundError: There is no such file or folder.
-        SparkJobFailedError: Spark gave the job up.
     """
     with Job(spark, path, configuration, to, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         new_kms = job.new_keys.kms if to is not None else None
@@ -667,7 +624,7 @@ def rotate(
         if dry_run or not (new_keks or plan.other_kms):
             left: list[NamedFile] = []
             wanted: set[RewrapTask] = set()
-            find = partial(_find_keys, plan=replace(plan, dry_run=True))
+            find = partial(_rotate, plan=replace(plan, dry_run=True), given=given)
             for file, outcome in job.map_files(f"open the files of {job.root}", find, files):
                 if not dry_run and outcome.outcome == RotationOutcome.WOULD_ROTATE.value:
                     left.append(file)
@@ -706,11 +663,9 @@ def _rewrapped(kms: KmsClient, wanted: Collection[RewrapTask]) -> _Given:
 
 
 class _Recorder(Rewrapper):
-    """Notes what a dry run would have re-wrapped."""
+    """Notes what was to be re-wrapped for a file."""
 
-    def __init__(self, kms: KmsClient, new_kms: KmsClient, *, new_keks: bool) -> None:
-        super().__init__(kms, new_kms, new_keks=new_keks, only_count=True)
-        self.wanted: set[RewrapTask] = set()
+    wanted: set[RewrapTask]
 
     def rewrap(self, wanted: Iterable[RewrapTask]) -> dict[RewrapTask, Rewrapped | KmsError]:
         tasks = list(wanted)
@@ -718,24 +673,22 @@ class _Recorder(Rewrapper):
         return super().rewrap(tasks)
 
 
-def _find_keys(worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan) -> Outcome:
-    """Open a file as in a dry run; the outcome has the keys to re-wrap, which count if the file would rotate."""
-    kms, new_kms = _trusting_clients(worker, plan)
-    recorder = worker.keep("recorder", lambda: _Recorder(kms, new_kms, new_keks=plan.new_keks))
-    rewrapping = worker.keep("dry run", lambda: Rewrapping(worker.keys, plan, new_kms, recorder))
-    recorder.wanted = set()
-    result = _result_of(rotate_data_set(location, rewrapping, RunOptions()))
-    return replace(_of_rotation(result, file), other=recorder.wanted)
-
-
 def _rotate(
     worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan, given: _Given
 ) -> Outcome:
-    """Write new wrapped keys into a file; a file that has them already stays as it is."""
-    kms, new_kms = _trusting_clients(worker, plan)
-    rewrapper = worker.keep("rewrapper", lambda: Rewrapper(kms, new_kms, new_keks=plan.new_keks, given=given))
-    rewrapping = worker.keep("rotation", lambda: Rewrapping(worker.keys, plan, new_kms, rewrapper))
-    return _of_rotation(_result_of(rotate_data_set(location, rewrapping, RunOptions())), file)
+    """Write new wrapped keys into a file; in a dry run, return the keys to re-wrap with the outcome."""
+    kms, new_kms = worker.keys.kms, worker.new_keys.kms
+    assert kms is not None and new_kms is not None
+    trust_master_keys(plan, kms, new_kms)
+    dry = plan.dry_run
+    rewrapper = worker.keep(
+        f"rewrapper {dry}",
+        lambda: _Recorder(kms, new_kms, new_keks=plan.new_keks, only_count=dry, given=given),
+    )
+    rewrapping = worker.keep(f"rotation {dry}", lambda: Rewrapping(worker.keys, plan, new_kms, rewrapper))
+    rewrapper.wanted = set()
+    result = _result_of(rotate_data_set(location, rewrapping, RunOptions()))
+    return replace(_of_rotation(result, file), other=rewrapper.wanted if dry else None)
 
 
 def _result_of(report: RotationReport) -> FileRotation:
@@ -744,14 +697,6 @@ def _result_of(report: RotationReport) -> FileRotation:
         raise report.stopped_by
     (result,) = report.files
     return result
-
-
-def _trusting_clients(worker: Worker, plan: RotationPlan) -> tuple[KmsClient, KmsClient]:
-    kms, new_kms = worker.keys.kms, worker.new_keys.kms
-    assert kms is not None
-    assert new_kms is not None
-    trust_master_keys(plan, kms, new_kms)
-    return kms, new_kms
 
 
 def _of_rotation(result: FileRotation, file: NamedFile | None = None) -> Outcome:
@@ -790,21 +735,7 @@ def rekey(
     Each file is replaced in one step. One that fails stays as it is, and is in the report. A second run encrypts
     all files once more; a task that Spark tries again may do so with the files that were done.
 
-    Args:
-        spark: A session.
-        path: A path or URI that every node understands.
-        configuration: The configuration, or its YAML file.
-        table_name: The table of the files; None where there is only one.
-        aad_prefix: The AAD prefix that they must have.
-        file_on_nodes: See `encrypt`.
-        max_tasks: How many tasks there may be.
-        follow_links: Whether files are changed, too, that links lead to outside of `path`; if not, each such file
-            or folder has a row as one that failed.
-
-    Raises:
-        ConfigurationError: The configuration is wrong here, or on an executor.
-        FileNotFoundError: There is no such file or folder.
-        SparkJobFailedError: Spark gave the job up.
+    Arguments and errors are those of `rotate` and `encrypt`.
     """
     with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         new_table_name, _ = job.configuration.select_table(table_name)
@@ -853,21 +784,8 @@ def keys(
 ) -> PipelineReport:
     """List which master keys, and versions of them, each file of a data set depends on; nothing is changed.
 
-    Args:
-        spark: A session.
-        path: A path or URI that every node understands.
-        configuration: The configuration, or its YAML file.
-        table_name: Table of the files, for an AAD prefix that they do not store.
-        aad_prefix: The AAD prefix that they must have.
-        file_on_nodes: See `encrypt`.
-        max_tasks: How many tasks there may be.
-        ignore_skipped: Whether encrypted files are left out that readers of data sets pass over for their
-            names. Else they count as failed: which keys they need is unknown.
-
-    Raises:
-        ConfigurationError: The configuration is wrong here, or on an executor.
-        FileNotFoundError: There is no such file or folder.
-        SparkJobFailedError: Spark gave the job up.
+    Encrypted files that readers of data sets pass over for their names count as failed, unless `ignore_skipped`:
+    which keys they need is unknown. Other arguments and errors are those of `rotate` and `encrypt`.
     """
     with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         files, left_out, others = _listed(job.root)
@@ -951,21 +869,9 @@ def verify(
     Rules about several files, such as a DEK that two of them share, are checked on the driver: it keeps some
     hundred bytes of each file, and nonces only of those that share a DEK, which are read once more then.
 
-    Args:
-        spark: A session.
-        path: A path or URI that every node understands.
-        configuration: The configuration, or its YAML file.
-        table_name: The table, whose policy the files must follow; None where the configuration has only one.
-        aad_prefix: The AAD prefix that every file must have.
-        part_count: How many parts there must be, numbered from 0; None where that is not known.
-        allow_plaintext: Globs of paths within the folder of accepted plaintext files; `*` matches `/`, too.
-        file_on_nodes: See `encrypt`.
-        max_tasks: How many tasks there may be.
-
-    Raises:
-        ConfigurationError: The configuration is wrong here, or on an executor.
-        FileNotFoundError: There is no such file or folder.
-        SparkJobFailedError: Spark gave the job up.
+    The files must follow the policy of the table `table_name`, and have `part_count` parts, numbered from 0, where
+    that is known. `allow_plaintext` has globs of paths within the folder of accepted plaintext files; `*` matches
+    `/`, too. Other arguments and errors are those of `rotate` and `encrypt`.
     """
     with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         if table_name is not None:

@@ -116,13 +116,7 @@ def configure_session(
     All sessions of its SparkContext do so from then on; data frames that were read before do not. With Spark
     Connect nothing can be set from here: then this checks that the server was started with `session_settings`.
 
-    Args:
-        spark: The session.
-        configuration: The configuration, or its YAML file.
-        file_on_nodes: As with `configure`.
-        python: As with `configure`.
-        jar: As with `configure`.
-        timeout_seconds: As with `configure`.
+    Arguments are those of `configure`.
 
     Returns:
         The same session.

@@ -145,8 +145,8 @@ class Status(enum.IntEnum):
     FAILED = 2
 
 
-class MalformedFrameError(Exception):
-    """What came is no frame, so that nobody knows where the next one starts."""
+class MalformedFrameError(ValueError):
+    """A stream is not frames, or the content of a frame is not a request."""
 
 
 @dataclass(frozen=True)
@@ -200,17 +200,17 @@ def frame_bytes(frame: Frame) -> bytes:
 
 
 def read_key_request(content: bytes) -> KeyRequest:
-    """Return what a request to wrap or unwrap says, or raise `ValueError`, whose text does not quote it."""
+    """Return what a request to wrap or unwrap says, or raise `MalformedFrameError`, which does not quote it."""
     if len(content) < _NAME_LENGTH.size:
-        raise ValueError("the request has no master key id")
+        raise MalformedFrameError("the request has no master key id")
     (length,) = _NAME_LENGTH.unpack_from(content)
     name = content[_NAME_LENGTH.size : _NAME_LENGTH.size + length]
     if len(name) < length:
-        raise ValueError("the request ends within its master key id")
+        raise MalformedFrameError("the request ends within its master key id")
     try:
         text = name.decode()
     except UnicodeDecodeError:
         text = ""
     if not text:
-        raise ValueError("the request's master key id is empty, or not UTF-8")
+        raise MalformedFrameError("the request's master key id is empty, or not UTF-8")
     return KeyRequest(text, content[_NAME_LENGTH.size + length :])

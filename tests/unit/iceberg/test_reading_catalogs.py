@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
 import pytest
 from iceberg_case import Lake, rows
 from pyiceberg.catalog.rest import RestCatalog
@@ -27,7 +29,9 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.iceberg import EncryptedFileIO, EncryptedTable, create_table, load_table
 from parquet_keytools.iceberg.claims import mapped_location
+from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.table_audit import TableAudit, located_table
+from parquet_keytools.secret_bytes import SecretBytes
 
 
 @pytest.fixture
@@ -271,7 +275,10 @@ def test_a_scan_decrypts_no_column_that_it_does_not_ask_for(lake: Lake) -> None:
     assert len(content) < 64 * 1024
     column = 1
     (task,) = lake.load().scan().plan_files()
-    start = int((task.file.split_offsets or [4])[0]) + (task.file.column_sizes[column])
+    key = StandardKeyMetadata.decode(SecretBytes(task.file.key_metadata), "the file")
+    properties = pe.create_decryption_properties(footer_key=key.encryption_key.reveal(), aad_prefix=key.aad_prefix)
+    chunk = pq.read_metadata(file, decryption_properties=properties).row_group(0).column(column)
+    start = chunk.dictionary_page_offset
     content[start + 60] ^= 1
     file.write_bytes(content)
     table = lake.load()

@@ -10,6 +10,7 @@ import pytest
 from iceberg_case import Lake, rows
 from iceberg_reader import Warehouse, current_metadata
 from pyiceberg.catalog.rest import RestCatalog
+from pyiceberg.exceptions import CommitStateUnknownException
 from pyiceberg.table import StaticTable
 from rest_catalog import RestServer, rest_server
 
@@ -120,14 +121,15 @@ def test_what_a_plain_client_appends_is_refused_and_reported(
     assert len(places) >= 3, "the list, the manifest and the data file"
 
 
-def test_a_conflict_is_repeated_and_a_lost_answer_is_no_failure(server: tuple[RestServer, RestCatalog]) -> None:
+def test_a_conflict_is_repeated_and_a_lost_answer_loses_nothing(server: tuple[RestServer, RestCatalog]) -> None:
     rest, catalog = server
     create(catalog).append(rows(0, 1))
     first, second = load_table(catalog, "db.people"), load_table(catalog, "db.people")
     first.append(rows(1, 2))
     second.append(rows(2, 3))
     rest.failing = [500]
-    first.append(rows(3, 4))
+    with pytest.raises(CommitStateUnknownException):
+        first.append(rows(3, 4))
     assert ids(rest, catalog) == [0, 1, 2, 3]
     metadata = current_metadata(rest.folder / "people")
     # The key of the attempt that failed is not there.

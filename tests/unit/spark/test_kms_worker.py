@@ -26,7 +26,7 @@ from parquet_keytools.kms.contract_tests import unwrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_text
-from parquet_keytools.spark.kms_worker import MOST_TOGETHER, THREADS, KmsWorker, WaitingRequests
+from parquet_keytools.spark.kms_worker import KmsWorker
 from parquet_keytools.spark.transport import (
     PREAMBLE,
     Frame,
@@ -44,16 +44,14 @@ KEY = bytes(range(16))
 
 
 class SlowKms(InMemoryKms):
-    """Notes the size of every batch, and answers when it is let."""
+    """Answers when it is let."""
 
     def __init__(self) -> None:
         super().__init__({name: SecretBytes(key) for name, key in MASTER_KEYS.items()})
-        self.batches: list[int] = []
         self.may_answer = threading.Event()
         self.busy = threading.Semaphore(0)
 
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
-        self.batches.append(len(requests))
         self.busy.release()
         assert self.may_answer.wait(30)
         return super()._wrap_many(requests)
@@ -175,7 +173,7 @@ def test_files_are_compared_with_their_table(kms: SlowKms, tmp_path: Path) -> No
         for content in (b"", b"[]", b"{}", b"\xff"):
             unreadable = asker.ask(Operation.CHECK, content)
             assert unreadable.kind == Status.FAILED
-            assert unreadable.content.startswith(b"a file cannot be compared with its table: ")
+            assert unreadable.content.startswith(b"unexpected ")
 
 
 def test_writes_are_compared_with_their_table_and_prove_their_keys(kms: SlowKms, tmp_path: Path) -> None:
@@ -206,7 +204,7 @@ def test_writes_are_compared_with_their_table_and_prove_their_keys(kms: SlowKms,
         for content in (b"", b"[]", b"{}", b"\xff"):
             unreadable = asker.ask(Operation.CHECK_WRITE, content)
             assert unreadable.kind == Status.FAILED
-            assert unreadable.content.startswith(b"the write cannot be compared with its table: ")
+            assert unreadable.content.startswith(b"unexpected ")
 
 
 def test_identifiers_come_encoded(kms: SlowKms) -> None:
@@ -215,28 +213,17 @@ def test_identifiers_come_encoded(kms: SlowKms) -> None:
         assert asker.wrap(master_key_id="arn%3Aaws%3Akms%3A1%2C2%3B3").kind == Status.OK
 
 
-def test_what_waits_goes_to_the_kms_together(kms: SlowKms) -> None:
+def test_a_request_that_waits_for_the_kms_holds_up_no_other(kms: SlowKms) -> None:
     with worker(kms) as asker:
-        for request_id in range(THREADS):
-            asker.send(request_id, Operation.WRAP, key_request_bytes(KeyRequest("pii", os.urandom(16))))
-            assert kms.busy.acquire(timeout=20)
-        for request_id in range(THREADS, THREADS + 60):
-            asker.send(request_id, Operation.WRAP, key_request_bytes(KeyRequest("footer", os.urandom(16))))
-        # Statistics are answered at once, after all that was sent before was taken in.
+        asker.send(1, Operation.WRAP, key_request_bytes(KeyRequest("pii", os.urandom(16))))
+        assert kms.busy.acquire(timeout=20)
+        asker.send(2, Operation.WRAP, key_request_bytes(KeyRequest("footer", os.urandom(16))))
+        assert kms.busy.acquire(timeout=20)
         assert asker.ask(Operation.STATISTICS).request_id == 77
         kms.may_answer.set()
-        answers = [asker.answer() for _ in range(THREADS + 60)]
-        assert {answer.request_id for answer in answers} == set(range(THREADS + 60))
-        assert all(answer.kind == Status.OK for answer in answers)
-        assert kms.batches == [1] * THREADS + [60]
+        assert {asker.answer().request_id for _ in range(2)} == {1, 2}
         counts = json.loads(asker.ask(Operation.STATISTICS).content)
-        assert counts == {
-            "process": os.getpid(),
-            "wrap calls": THREADS + 1,
-            "wrap keys": THREADS + 60,
-            "unwrap calls": 0,
-            "unwrap keys": 0,
-        }
+        assert counts == {"process": os.getpid(), "wrap keys": 2, "unwrap keys": 0}
 
 
 def test_every_answer_goes_to_its_request(kms: SlowKms) -> None:
@@ -357,13 +344,7 @@ def test_the_process_serves_until_the_end_of_stdin(process: WorkerProcess, confi
     assert process.wrap().kind == Status.OK
     process.process.send_signal(signal.SIGINT)
     assert process.wrap().kind == Status.OK, "Ctrl-C is for its JVM"
-    said = b""
-    while b"KMS requests so far: 2 wrap calls, 2 wrap keys" not in said:
-        line = process.process.stderr.readline()
-        assert line, said
-        said += line
     status, stdout, stderr = process.end()
-    stderr += said
     assert (status, stdout) == (0, b"")
     assert not any(key in stderr or base64.b64encode(key) in stderr for key in (KEY, *MASTER_KEYS.values()))
 
@@ -390,7 +371,7 @@ def test_a_configuration_that_is_not_there(process: WorkerProcess) -> None:
 def test_a_configuration_that_is_none(process: WorkerProcess, text: str) -> None:
     answer = process.start(text)
     assert answer.kind == Status.FAILED
-    assert b"the configuration cannot be loaded" in answer.content
+    assert answer.content.startswith(b"unexpected ")
 
 
 def test_generated_master_keys_are_refused(process: WorkerProcess, configuration: Path) -> None:
@@ -420,39 +401,3 @@ def test_a_program_that_prints_does_not_come_between_the_frames(tmp_path: Path, 
         assert process.wrap().kind == Status.OK
         threading.Event().wait(0.005)
     assert process.end()[0] == 0
-
-
-def test_what_waits_is_taken_together_by_operation() -> None:
-    waiting = WaitingRequests()
-    kinds = [Operation.WRAP, Operation.UNWRAP, Operation.WRAP, Operation.UNWRAP, Operation.UNWRAP]
-    for request_id, kind in enumerate(kinds):
-        waiting.put(Frame(request_id, kind))
-    assert [frame.request_id for frame in waiting.take()] == [0, 2]
-    assert [frame.request_id for frame in waiting.take()] == [1, 3, 4]
-
-
-def test_no_more_than_a_limit_is_taken() -> None:
-    waiting = WaitingRequests()
-    for request_id in range(MOST_TOGETHER + 1):
-        waiting.put(Frame(request_id, Operation.WRAP))
-    assert [len(waiting.take()), len(waiting.take())] == [MOST_TOGETHER, 1]
-
-
-def test_the_end_wakes_all_and_loses_nothing() -> None:
-    waiting = WaitingRequests()
-    taken: list[list[Frame]] = []
-
-    def serve() -> None:
-        while frames := waiting.take():
-            taken.append(frames)
-
-    threads = [threading.Thread(target=serve) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for request_id in range(50):
-        waiting.put(Frame(request_id, Operation.WRAP))
-    waiting.close()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
-    assert sorted(frame.request_id for frames in taken for frame in frames) == list(range(50))
