@@ -24,6 +24,8 @@ from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.keystore_file import Keystore, KeystoreKms
+from parquet_keytools.kms.named import NamedKmss
+from parquet_keytools.rotation.report import RotationReport
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, open_source
 
@@ -88,6 +90,20 @@ class Case:
             "reading": {"reused_encryption_properties": "allow"},
         }
         return Keytools(parse_configuration(document), kms=kms or self.kms)
+
+    def move_to(self, other: KmsClient, path: Path, **options: Any) -> RotationReport:
+        """Move all keys of a file or folder to the master keys of the same names in another KMS."""
+        from parquet_keytools import parse_configuration
+
+        one = {"type": "in_memory", "keys": list(MASTER_KEYS)}
+        document = {
+            "version": 1,
+            "kms": {"default": "old", "old": one, "other": one},
+            "tables": {"t": {"footer_key": "kf", "unlisted_columns": "plaintext", **self.settings}},
+            "rotation": {"moves": {f"old::{name}": f"other::{name}" for name in MASTER_KEYS}},
+        }
+        kms = NamedKmss({"old": self.kms, "other": other}, "old")
+        return Keytools(parse_configuration(document), kms=kms).rotate(path, **options)
 
     def write(self, name: str = "x.parquet", *, tools: Keytools | None = None, table: pa.Table = TABLE) -> Path:
         path = self.folder / name

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Literal
 
 from parquet_keytools.config.key_policy import ColumnPath, MasterKeyReference, resolve_columns, resolve_key
-from parquet_keytools.config.key_values import placeholders
 from parquet_keytools.config.labels import FieldLabels
-from parquet_keytools.config.settings import Configuration
+from parquet_keytools.config.settings import Configuration, placeholders
 from parquet_keytools.encryption.aad import ExpectedAadPrefix, expected_aad_prefix
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope, read_footer
 from parquet_keytools.encryption.protection import FooterMode

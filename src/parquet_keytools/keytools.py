@@ -1049,7 +1049,6 @@ class Keytools(Summarised):
         older_than: str | None = None,
         new_keks: bool = False,
         dry_run: bool = False,
-        to: Self | KmsClient | None = None,
         table_name: str | None = None,
         aad_prefix: str | bytes | None = None,
         filesystem: Any = None,
@@ -1078,8 +1077,6 @@ class Keytools(Summarised):
             new_keks: Whether to make fresh KEKs, as after the leak of a KEK. If not, KEKs that the KMS re-wraps
                 stay the same.
             dry_run: Change nothing. The report says what would change, and which KMS calls would be made.
-            to: Another KMS client, or a `Keytools` with another configuration, whose master keys wrap the keys
-                afterwards.
             table_name: The table of the files, for an AAD prefix that they do not store.
             update_list: A list that `verify_folder` recorded: the files are compared with it first, and a new
                 list replaces it afterwards.
@@ -1089,7 +1086,6 @@ class Keytools(Summarised):
             FileListError: The list is not authentic, or the files differ from it.
             KmsError: A new master key does not exist, or is disabled.
         """
-        new_kms = to.kms if isinstance(to, Keytools) else to
         plan = plan_rotation(
             self._keys,
             moves=moves,
@@ -1097,19 +1093,16 @@ class Keytools(Summarised):
             older_than=older_than,
             new_keks=new_keks,
             dry_run=dry_run,
-            new_kms=new_kms,
-            new_configuration=to.configuration if isinstance(to, Keytools) else None,
             table_name=table_name,
             aad_prefix=aad_prefix,
         )
         location = FileLocation.resolve(path, filesystem)
-        after = to if isinstance(to, Keytools) else self
         with self._updated_list(
-            None if dry_run else update_list, location, after, table_name, list_key, moves=moves
+            None if dry_run else update_list, location, self, table_name, list_key, moves=moves
         ):
             return rotate_data_set(
                 location,
-                Rewrapping(self._keys, plan, new_kms),
+                Rewrapping(self._keys, plan),
                 RunOptions(keep_results=keep_results, on_file=on_file, follow_links=follow_links),
             )
 
@@ -1165,7 +1158,14 @@ class Keytools(Summarised):
             ConfigurationError: The table does not exist.
             KeytoolsError: The file failed. For a folder, the report lists files that failed.
         """
-        request = InPlaceRequest(table_name, keep_results, on_file, on_progress, follow_links, key_values)
+        request = InPlaceRequest(
+            keep_results,
+            on_file,
+            follow_links=follow_links,
+            table_name=table_name,
+            on_progress=on_progress,
+            key_values=key_values,
+        )
         return rekeying.encrypt_data_set(self._keys, FileLocation.resolve(path, filesystem), request)
 
     def rekey_in_place(

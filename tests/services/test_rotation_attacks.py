@@ -34,7 +34,7 @@ from parquet_keytools.format.file_layout import with_trailer
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.kms.contract_tests import unwrap_one
 from parquet_keytools.rotation.file_keys import read_tail
-from parquet_keytools.rotation.tail import footer_of
+from parquet_keytools.rotation.rotate import footer_of
 from parquet_keytools.spark import pipelines
 from parquet_keytools.storage.locations import FileLocation
 

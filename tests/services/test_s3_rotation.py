@@ -24,12 +24,12 @@ from soak import SOAK
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import ChangedMeanwhileError
-from parquet_keytools.rotation import s3_replacement, tail
-from parquet_keytools.rotation.data_set_run import ATTEMPTS
+from parquet_keytools.rotation import rotate as tail
+from parquet_keytools.rotation import s3_replacement
 from parquet_keytools.rotation.file_keys import Tail, file_state
 from parquet_keytools.rotation.report import FileRotation, Outcome
+from parquet_keytools.rotation.rotate import why_unconditional
 from parquet_keytools.rotation.s3_replacement import LEAST_PART_BYTES, S3Object, client_of, read_object
-from parquet_keytools.rotation.tail import why_unconditional
 from parquet_keytools.storage.locations import FileLocation
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
@@ -342,7 +342,7 @@ def test_somebody_who_never_stops_is_reported(
     with on_request(s3.filesystem, disturb):
         result = s3.rotate()
     assert result.outcome is Outcome.FAILED and "constantly being changed by others" in str(result.error)
-    assert len(turns) == ATTEMPTS + 1 and store.uploads() == [] and s3.read().equals(table)
+    assert len(turns) == 2 and store.uploads() == [] and s3.read().equals(table)
 
 
 def test_an_object_that_is_removed_meanwhile(store: S3Store, tmp_path: Path) -> None:

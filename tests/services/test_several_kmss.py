@@ -22,7 +22,6 @@ from parquet_keytools import Keytools
 from parquet_keytools.cli import app
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
-    ConfigurationError,
     KeyNotAvailableError,
     KmsAccessDeniedError,
     KmsUnavailableError,
@@ -253,13 +252,6 @@ def test_the_data_set_is_rotated_to_a_third_kms(
     master_keys = dict(zip(("footer", "pii", "claims"), cloud_keys, strict=True))
     one = {"kms": place.kms["cloud"], "master_keys": master_keys}
     assert Keytools.from_mapping(place.document(**form) | one).read_table(folder).num_rows == 9
-
-
-def test_a_rotation_to_another_configuration_is_refused(place: Place) -> None:
-    place.tools().write_table(TABLE, place.folder / "file.parquet")
-    other = Keytools.from_mapping(place.document() | {"kms": place.kms["eu"], "master_keys": {}})
-    with pytest.raises(ConfigurationError, match="Name all KMSs in one configuration"):
-        place.tools().rotate(place.folder, to=other)
 
 
 # --- who may use one of them ---

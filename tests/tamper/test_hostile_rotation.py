@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from parquet_keytools.kms.contract_tests import unwrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import FileRotation, Outcome
-from parquet_keytools.rotation.tail import footer_of
+from parquet_keytools.rotation.rotate import footer_of
 from parquet_keytools.storage.locations import FileLocation
 
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
@@ -340,13 +341,13 @@ def test_a_file_of_another_table_is_not_moved(
     }
     paths = [case.write(f"{name}.parquet", tools=tools) for name, tools in foreign.items()]
     before = tree_digest(case.folder)
-    options: dict[str, Any] = (
-        {"moves": {"kf": "new"}} if where == "moves" else {"to": InMemoryKms(dict.fromkeys(MASTER_KEYS))}
-    )
+    rotate = partial(case.tools().rotate, moves={"kf": "new"})
+    if where != "moves":
+        rotate = partial(case.move_to, InMemoryKms(dict.fromkeys(MASTER_KEYS)))
     for table_name in (None, "t"):
-        dry = case.tools().rotate(case.folder, table_name=table_name, dry_run=True, **options)
+        dry = rotate(case.folder, table_name=table_name, dry_run=True)
         assert {file.path for file in dry.failures} == set(map(str, paths))
-    report = case.tools().rotate(case.folder, **options)
+    report = rotate(case.folder)
     outcomes = {Path(file.path): file for file in report.files}
     assert outcomes[own].outcome is Outcome.ROTATED
     for path in paths:
@@ -354,7 +355,7 @@ def test_a_file_of_another_table_is_not_moved(
     changed = {name for name, digest in tree_digest(case.folder).items() if before.get(name) != digest}
     assert all("own" in name for name in changed)
     # A run that goes on finds what is moved already.
-    again = case.tools().rotate(case.folder, **options)
+    again = rotate(case.folder)
     assert {file.path for file in again.failures} == set(map(str, paths)) and not again.counts[Outcome.ROTATED]
 
 

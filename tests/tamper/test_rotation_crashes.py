@@ -36,7 +36,7 @@ from parquet_keytools.format.structs import FileCryptoMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import Outcome
-from parquet_keytools.rotation.tail import footer_of
+from parquet_keytools.rotation.rotate import footer_of
 from parquet_keytools.storage.local_files import LOCK_NAME
 from parquet_keytools.storage.locations import FileLocation
 
@@ -324,7 +324,7 @@ def test_a_file_with_keys_in_two_places_is_not_moved_to_another_kms(tmp_path: Pa
     assert envelope.key_metadata != inside and case.tools().read_table(path).equals(TABLE)
     before = tree_digest(case.folder)
     other = InMemoryKms(dict.fromkeys(MASTER_KEYS))
-    (file,) = case.tools().rotate(path, to=other).files
+    (file,) = case.move_to(other, path).files
     assert (file.outcome, file.error_class) == (Outcome.FAILED, "OutputError")
     assert "one step" in str(file.error) and tree_digest(case.folder) == before
     # Within one KMS each place is readable by itself.
@@ -332,7 +332,7 @@ def test_a_file_with_keys_in_two_places_is_not_moved_to_another_kms(tmp_path: Pa
     assert case.tools().rotate(path).succeeded
     case.disable(1)
     assert case.tools().read_table(path).equals(TABLE)
-    assert case.tools().rekey_in_place(path).succeeded and case.tools().rotate(path, to=other).succeeded
+    assert case.tools().rekey_in_place(path).succeeded and case.move_to(other, path).succeeded
     assert case.tools(other).read_table(path).equals(TABLE)
 
 

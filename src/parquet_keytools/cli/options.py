@@ -219,10 +219,6 @@ class RotationOptions(ReportOptions):
     to_keys: Annotated[
         list[str] | None, typer.Option("--to", metavar="KEY", help="The master key that replaces it.")
     ] = None
-    to_config: Annotated[
-        Path | None,
-        typer.Option("--to-config", metavar="FILE", help="Another configuration, whose KMS re-wraps the keys."),
-    ] = None
     only_master_keys: Annotated[
         list[str] | None,
         typer.Option(
@@ -245,7 +241,7 @@ class RotationOptions(ReportOptions):
     follow_links: FollowLinksOption = False
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `Keytools.rotate`, `to` apart.
+        """Return the arguments of `Keytools.rotate`.
 
         Raises:
             typer.BadParameter: --from and --to are not pairs.

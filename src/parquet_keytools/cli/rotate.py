@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from parquet_keytools.rotation.report import FileRotation, KmsCalls, RotationOutcome, RotationReport
     from parquet_keytools.storage.locations import FileLocation
 
-_MOST_SHARED_SHOWN = 5
-
 
 @with_options(RotationOptions)
 def rotate_command(
@@ -64,8 +62,6 @@ def rotate_command(
         keytools = stack.enter_context(open_keytools(options.config))
         if options.table is not None:
             keytools.configuration.select_table(options.table)
-        if options.to_config is not None:
-            arguments["to"] = stack.enter_context(open_keytools(options.to_config))
         with progress_bar() as progress, _Run("Repeat the command.") as run:
 
             def on_file(file: FileRotation) -> None:
@@ -186,7 +182,6 @@ class _Run:
             "dry_run": report.dry_run,
             "counts": {outcome.value: number for outcome, number in report.counts.items()},
             "bytes_written": report.bytes_written,
-            "left_behind": report.left_behind,
             "stopped_by": None if report.stopped_by is None else error_text(report.stopped_by),
         }
         if is_rotation:
@@ -199,7 +194,6 @@ class _Run:
                 "bytes_copied": report.bytes_copied,
                 "kms_calls": report.kms_calls,
                 "expected_kms_calls": report.expected_kms_calls if report.dry_run else None,
-                "shared_keys": report.shared_keys,
             }
         else:
             summary["skipped"] = [{"path": left.path, "reason": left.reason} for left in report.skipped]
@@ -222,8 +216,6 @@ class _Run:
 
     def show_rotation(self, report: RotationReport, template_of: Callable[[str], str | None]) -> None:
         """Print the summary of a rotation."""
-        from parquet_keytools.files.opened_file import REMEDY
-
         if self.changes:
             changes = (
                 ((old, "" if new == old else new), (version or "?", new_version or "?"), (n.keys, n.files))
@@ -237,12 +229,6 @@ class _Run:
             headings = ["master key", "version", "new master key", "new version", "keys", "files"]
             print_table(title, headings, rows)
         self._say_failures(report)
-        if report.shared_keys:
-            shown = "; ".join(report.shared_keys[:_MOST_SHARED_SHOWN])
-            more = "; and more" if len(report.shared_keys) > _MOST_SHARED_SHOWN else ""
-            say(
-                f"Warning: these share data keys and file unique, and readers refuse them: {shown}{more}. {REMEDY}"
-            )
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.reasons.most_common())
         why = f" ({reasons})" if reasons else ""
         answer(f"{_files_text(report.counts)}{why} in {time.monotonic() - self.started:.1f} s.")
@@ -256,11 +242,9 @@ class _Run:
         _say_stopped(report)
 
     def _say_failures(self, report: RotationReport) -> None:
-        """Print which files were left out or failed, and what could not be removed from a store."""
+        """Print which files were left out or failed."""
         say_left_out(report.skipped)
         self.failed.print()
-        for text in report.left_behind:
-            say(f"Left behind: {text}.")
 
     def _sorted(self) -> list[tuple[tuple[str, str, str | None, str | None], _Change]]:
         return sorted(self.changes.items(), key=lambda item: tuple(name or "" for name in item[0]))

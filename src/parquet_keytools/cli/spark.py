@@ -154,7 +154,7 @@ def rotate_with_spark(path: PathArgument, options: SparkRotationOptions) -> None
 
     Each distinct wrapped key is re-wrapped once, however many files contain it.
     """
-    _run("rotate", options, path, **options.arguments(), to=options.to_config)
+    _run("rotate", options, path, **options.arguments())
 
 
 @app.command("rekey")

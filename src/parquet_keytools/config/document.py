@@ -11,7 +11,7 @@ import enum
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,6 @@ _KINDS = {
     _NULL: "nothing",
     _TIMESTAMP: "a date",
 }
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _QUOTE = "Put it in quotes."
 
 
@@ -221,12 +220,14 @@ def _decode(content: bytes | str) -> str:
 
 def _compose(text: str) -> Node | None:
     try:
-        return _BoundedLoader(text).get_single_node()
+        return yaml.SafeLoader(text).get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         unreadable = UnreadableYamlError("the configuration contains a control character.", line)
     except yaml.MarkedYAMLError as error:
         unreadable = _explained(error)
+    except RecursionError:
+        unreadable = UnreadableYamlError("values are nested too deeply.", 1)
     # Raised outside the handlers, since PyYAML's error quotes the document, which may hold secrets.
     raise unreadable
 
@@ -236,36 +237,12 @@ def _explained(error: yaml.MarkedYAMLError) -> UnreadableYamlError:
     mark = error.problem_mark or error.context_mark
     line = 1 if mark is None else mark.line + 1
     problem = error.problem or ""
-    if "'\\t'" in problem:
-        return UnreadableYamlError("YAML allows only spaces here, not a tab.", line, "Indent with spaces.")
-    # In `{token: ${NAME}}`, the second brace begins a mapping.
-    hint = "Within braces or brackets, put ${NAME} in quotes." if "got '{'" in problem else ""
-    if error.context and error.context_mark:
-        problem = f"{error.context} that starts on line {error.context_mark.line + 1}, {problem}"
-    return UnreadableYamlError(f"this is not valid YAML: {_QUOTED.sub(_harmless, problem)}.", line, hint)
-
-
-def _harmless(quoted: re.Match[str]) -> str:
-    """Return text that PyYAML quoted, or `...` if it may come from the document."""
-    return quoted[0] if re.fullmatch(r"'(?:\W|<[a-z ]+>)'", quoted[0]) else "..."
-
-
-class _BoundedLoader(yaml.SafeLoader):
-    """PyYAML's composer with limits; it makes nodes, not values."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._nodes = 0
-        self._depth = 0
-
-    def compose_node(self, parent: Node | None, index: int) -> Node | None:
-        self._nodes += 1
-        self._depth += 1
-        _check_limits(self._nodes, self._depth, self.get_mark().line + 1)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
+    # PyYAML quotes parts of the document.
+    reason = "" if "'" in problem or '"' in problem else f": {problem}"
+    if error.context_mark is not None:
+        reason += f" in what starts on line {error.context_mark.line + 1}"
+    hint = "Indent with spaces, not tabs, and put ${NAME} in quotes within braces or brackets."
+    return UnreadableYamlError(f"this is not valid YAML{reason}.", line, hint)
 
 
 def _check_limits(nodes: int, depth: int, line: int) -> None:
@@ -306,9 +283,13 @@ class _Walk:
     def _mapping(self, node: MappingNode, path: YamlPath, depth: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
-        for name_node, value_node, merged in self._entries(node, path, depth):
+        for name_node, value_node in node.value:
+            if name_node.tag == _MERGE:
+                hint = "Write the fields out, or use an alias for the whole value."
+                self._mistake(name_node, path, "merges (`<<`) are not supported.", hint)
+                continue
             name = self._name(name_node, path)
-            if name is None or (merged and name in values):
+            if name is None:
                 continue
             if name in values:
                 self._mistake(name_node, (*path, name), f"this name is on line {lines[name]} already.")
@@ -316,25 +297,6 @@ class _Walk:
             lines[name] = self._document.lines[*path, name] = _line(name_node)
             values[name] = self.value(value_node, (*path, name), depth + 1)
         return values
-
-    def _entries(self, node: MappingNode, path: YamlPath, depth: int) -> Iterator[tuple[Node, Node, bool]]:
-        """Yield name, value, and whether a merge (`<<: *name`) added them; merged entries come last."""
-        self._nodes += 1
-        _check_limits(self._nodes, depth, _line(node))
-        merged: list[Node] = []
-        for name_node, value_node in node.value:
-            if name_node.tag != _MERGE:
-                yield name_node, value_node, False
-            elif isinstance(value_node, SequenceNode):
-                merged.extend(value_node.value)
-            else:
-                merged.append(value_node)
-        for source in merged:
-            if isinstance(source, MappingNode):
-                for name_node, value_node, _ in self._entries(source, path, depth + 1):
-                    yield name_node, value_node, True
-            else:
-                self._mistake(source, path, "`<<` takes an alias of a mapping.")
 
     def _name(self, node: Node, path: YamlPath) -> str | None:
         if not isinstance(node, ScalarNode):

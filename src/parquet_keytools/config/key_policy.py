@@ -11,9 +11,15 @@ from itertools import chain
 from typing import Literal
 
 from parquet_keytools.config.document import MOST_REPORTED, Mistake, YamlPath, did_you_mean, one_of
-from parquet_keytools.config.key_values import alike, is_value, placeholders, with_value
 from parquet_keytools.config.labels import FieldLabels, Label, no_field_labels
-from parquet_keytools.config.settings import Configuration, TableSettings
+from parquet_keytools.config.settings import (
+    Configuration,
+    TableSettings,
+    alike,
+    is_value,
+    placeholders,
+    with_value,
+)
 
 
 @dataclass(frozen=True)

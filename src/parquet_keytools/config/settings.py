@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 import string
-from collections.abc import Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import unquote
 
 from pydantic import (
     AfterValidator,
@@ -42,14 +44,13 @@ from parquet_keytools.config.document import (
     one_of,
     yaml_path_text,
 )
-from parquet_keytools.config.key_values import is_value, mistakes_in_templates, placeholders, value_in
 from parquet_keytools.config.labels import Labels
 from parquet_keytools.encryption.aad import BASE64, prefix_bytes
 from parquet_keytools.errors import AadPrefixError, ConfigurationError
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsSettings, StrictSettings
 from parquet_keytools.kms.named import NAME, NamedKmsSettings, split_name, with_name
 from parquet_keytools.kms.registry import client_class, known_names
-from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.runtime.presentation import expanded, is_url
 from parquet_keytools.secret_bytes import SecretBytes
 
 
@@ -87,7 +88,7 @@ def _checked_data_key(value: Any) -> Any:
         except ValueError:
             key = SecretBytes(b"")
     else:
-        raise PydanticCustomError("string_type", "")
+        raise PydanticCustomError("string_type", "this has to be a text.")
     if len(key) not in KEY_LENGTHS_BYTES:
         raise PydanticCustomError("data_key", "a data key is base64 of 16, 24 or 32 bytes.")
     return key
@@ -96,7 +97,7 @@ def _checked_data_key(value: Any) -> Any:
 def _checked_whole_number(value: Any) -> Any:
     # `Literal[1]` accepts True and 1.0, which are equal to 1.
     if isinstance(value, (bool, float)):
-        raise PydanticCustomError("int_type", "")
+        raise PydanticCustomError("int_type", "this has to be a whole number.")
     return value
 
 
@@ -422,11 +423,6 @@ class TableSettings(StrictSettings):
     @model_validator(mode="after")
     def _check_rules(self) -> TableSettings:
         mistakes = list(self._listed_twice())
-        for position, name in enumerate(self.also_trusted):
-            if name in self.also_trusted[:position]:
-                mistakes.append(Mistake(("also_trusted", position), f"the key {name!r} is listed twice."))
-        if not self.store_aad_prefix and self.aad_prefix is None:
-            mistakes.append(Mistake(("store_aad_prefix",), "there is no aad_prefix that could be stored."))
         if self.unlabelled is not None and not self.labels_from:
             mistakes.append(Mistake(("unlabelled",), "there are no labels_from."))
         if self.labels_from and "unlisted_columns" in self.model_fields_set:
@@ -438,17 +434,6 @@ class TableSettings(StrictSettings):
         if self.plaintext_columns and self.unlisted_columns != "error":
             message = "plaintext_columns needs `unlisted_columns: error`."
             mistakes.append(Mistake(("plaintext_columns",), message))
-        if not self.plaintext_footer:
-            mistakes += [
-                Mistake((name,), "plaintext_footer is not set: an encrypted footer hides all metadata.")
-                for name in ("plaintext_footer_key_values", "plaintext_footer_keys")
-                if name in self.model_fields_set
-            ]
-        if self.shown_columns and self.hash_key is None:
-            message = "shown_columns needs hash_key: without it, no columns are shown as digests."
-            mistakes.append(Mistake(("shown_columns",), message))
-        if self.kek_length_bits is not None and not self.double_wrapping:
-            mistakes.append(Mistake(("kek_length_bits",), "without double_wrapping there are no KEKs."))
         if mistakes:
             raise broken_rules(mistakes)
         return self
@@ -457,12 +442,9 @@ class TableSettings(StrictSettings):
         listed: dict[str, str] = {}
         for key_name, patterns in self.column_keys.items():
             for position, pattern in enumerate(patterns):
-                if pattern not in listed:
-                    listed[pattern] = key_name
-                    continue
-                again = "twice" if listed[pattern] == key_name else f"under the key {listed[pattern]!r} already"
-                path = ("column_keys", key_name, position)
-                yield Mistake(path, f"column {pattern!r} is listed {again}.")
+                if listed.setdefault(pattern, key_name) != key_name:
+                    message = f"column {pattern!r} is listed under the key {listed[pattern]!r} already."
+                    yield Mistake(("column_keys", key_name, position), message)
 
 
 # --- the whole configuration ---
@@ -903,79 +885,133 @@ class Configuration(StrictSettings):
         return restore_configuration, (self._source,)
 
 
+# --- keys by template ---
+
+# `tenant-{tenant}` names one master key for each value of `tenant`. A value becomes part of a master key's
+# identifier, and folders and arguments are not authenticated. So a value is used only if the table's pattern
+# matches all of it, and only in a template of the configuration.
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_NEVER_IN_VALUES = re.compile(r"[%{}\x00-\x1f\x7f-\x9f]|__HIVE_DEFAULT_PARTITION__")
+_SEPARATOR = re.compile(r"[/\\]")
+_DOTS = {".", ".."}
+"""A part of a path that a server may resolve, so that the identifier names another key."""
+
+
+def placeholders(text: str) -> list[str]:
+    """Return the placeholders of a key's name or identifier, in order."""
+    return _PLACEHOLDER.findall(text)
+
+
+def with_value(template: str, value: str) -> str:
+    """Return a template whose placeholder is replaced by a value."""
+    return _PLACEHOLDER.sub(lambda _: value, template)
+
+
+def is_value(pattern: str, value: str) -> bool:
+    """Return whether a pattern allows a value: it matches all of it, and keys can have such a name."""
+    if _NEVER_IN_VALUES.search(value) or not _DOTS.isdisjoint(_SEPARATOR.split(value)):
+        return False
+    return re.fullmatch(pattern, value) is not None
+
+
+def alike(identifier: str) -> str:
+    """Return the same text for identifiers that differ only in case or Unicode form, which some KMSs ignore."""
+    return unicodedata.normalize("NFKC", identifier).casefold()
+
+
+def value_in(template: str, master_key_id: str) -> str | None:
+    """Return the value with which a template gives an identifier; None if no value does."""
+    before, after = _PLACEHOLDER.sub("\0", template).split("\0")
+    if not master_key_id.startswith(before) or not master_key_id.endswith(after):
+        return None
+    return master_key_id[len(before) : len(master_key_id) - len(after)] or None
+
+
+def values_in_folders(path: str, placeholder: str) -> set[str]:
+    """Return the values that the folders of a path give to a placeholder, such as `tenant=acme`.
+
+    Readers differ in the case of names and in what they decode, so every reading counts: one that differs makes
+    the value ambiguous.
+
+    Args:
+        path: Path of a file, without following links; or a URL, possibly with a query.
+        placeholder: Name of the placeholder.
+    """
+    text = path.partition("?")[0] if is_url(path) else path
+    found: set[str] = set()
+    while True:
+        decoded = unquote(text)
+        for folder in _SEPARATOR.split(text)[:-1]:
+            name, mark, value = folder.partition("=")
+            if mark and unquote(name).lower() == placeholder.lower():
+                # As Arrow and Spark write it: percent-encoded once.
+                found.add(unquote(value))
+        if decoded == text:
+            return found
+        text = decoded
+
+
+def one_value(values: Iterable[str], pattern: str) -> str | None:
+    """Return the only one of some values if the pattern allows it; None otherwise."""
+    found = set(values)
+    value = found.pop() if len(found) == 1 else None
+    return value if value is not None and is_value(pattern, value) else None
+
+
+def mistakes_in_templates(
+    names: Iterable[str], patterns: Mapping[str, str], identifiers: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield a template and what is wrong with it, for the names of keys of a table.
+
+    Args:
+        names: Names of keys, templates or not.
+        patterns: Placeholder -> pattern of its values.
+        identifiers: Template -> identifier under `master_keys`, if it has one.
+    """
+    for name in dict.fromkeys(names):
+        found = placeholders(name)
+        if len(found) > 1:
+            # Two values could otherwise give the key of two other values.
+            yield name, "the name of a key has at most one placeholder."
+        elif found and found[0] not in patterns:
+            yield name, f"key_values does not say where the values of {{{found[0]}}} come from."
+        elif found and placeholders(identifiers.get(name, name)) != found:
+            yield name, f"its identifier under master_keys needs the placeholder {{{found[0]}}}, once."
+
+
 # --- AAD prefixes that begin another ---
 
 
-_NAME = None
-"""Represents a file name: one or more characters other than `/` and NUL."""
-
-_Template = tuple[str | None, ...]
-
-
 def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of tables in which an AAD prefix of the first can begin a longer prefix of the second.
+    """Yield pairs of tables in which an AAD prefix of the first may begin a longer prefix of the second.
 
     Prefixes of the same table are compared, too: `part-1` begins `part-10`. Such prefixes are ambiguous if the
-    file unique has no fixed length.
+    file unique has no fixed length. Of prefixes that contain the name of a file, only two that begin differently,
+    or end with `/` and have as many `/` as each other, count as unambiguous: a file name has no `/`.
 
     Args:
         templates: Name of a table -> template of its AAD prefix.
     """
-    parsed = {name: _parsed(template, name) for name, template in templates.items()}
-    for one, first in parsed.items():
-        for other, second in parsed.items():
-            if _can_begin(first, second):
+    texts = {name: _marking_file_names(name, template) for name, template in templates.items()}
+    for one, (first, begins, is_fixed) in texts.items():
+        for other, (second, other_begins, other_is_fixed) in texts.items():
+            if is_fixed and other_is_fixed:
+                may_begin = first != second and second.startswith(first)
+            else:
+                ends = first.endswith(b"/") and second.endswith(b"/") and first.count(b"/") == second.count(b"/")
+                may_begin = not ends and (begins.startswith(other_begins) or other_begins.startswith(begins))
+            if may_begin:
                 yield one, other
 
 
-def _parsed(template: str, table_name: str) -> _Template:
-    """Return a template as a sequence of bytes, each as a character, and `_NAME`."""
+def _marking_file_names(table_name: str, template: str) -> tuple[bytes, bytes, bool]:
+    """Return a prefix with NUL for the name of a file; what is before that; and whether there is no such name."""
     if template.startswith(BASE64):
-        return tuple(prefix_bytes(template).decode("latin-1"))
-    parts: list[str | None] = []
-    for literal, placeholder, _, _ in string.Formatter().parse(template):
-        parts += literal.encode().decode("latin-1")
-        if placeholder == "table_name":
-            parts += table_name.encode().decode("latin-1")
-        elif placeholder is not None:
-            parts.append(_NAME)
-    return tuple(parts)
-
-
-def _can_begin(one: _Template, other: _Template) -> bool:
-    """Return whether a rendering of `one` can be the beginning of a longer rendering of `other`.
-
-    Both templates are read in parallel, character by character. A place is the number of parts read, and whether
-    the last part is a name that may continue. If a template contains the name twice, each occurrence is treated as
-    independent, which errs on the safe side.
-    """
-    seen = {((0, False), (0, False))}
-    waiting = list(seen)
-    while waiting:
-        first, second = waiting.pop()
-        if first[0] == len(one) and (second[0] < len(other) or second[1]):
-            return True
-        for part, next_first in _steps(one, first):
-            for other_part, next_second in _steps(other, second):
-                places = (next_first, next_second)
-                if _share_a_character(part, other_part) and places not in seen:
-                    seen.add(places)
-                    waiting.append(places)
-    return False
-
-
-def _steps(template: _Template, place: tuple[int, bool]) -> Iterator[tuple[str | None, tuple[int, bool]]]:
-    behind, may_go_on = place
-    if may_go_on:
-        yield _NAME, place
-    if behind < len(template):
-        yield template[behind], (behind + 1, template[behind] is _NAME)
-
-
-def _share_a_character(one: str | None, other: str | None) -> bool:
-    if one is _NAME or other is _NAME:
-        return not {one, other} & {"/", "\0"}
-    return one == other
+        prefix = prefix_bytes(template)
+        return prefix, prefix, True
+    text = template.format(table_name=table_name, file_name="\0").encode()
+    return text, text.partition(b"\0")[0], b"\0" not in text
 
 
 # --- the JSON Schema ---

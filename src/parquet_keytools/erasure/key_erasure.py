@@ -14,7 +14,7 @@ from pathlib import Path
 
 from parquet_keytools import audit
 from parquet_keytools.erasure.certificate import Certificate, Proof
-from parquet_keytools.erasure.plan import GONE, ErasedKey, KeysOfValue, OnFile, Plan, make_plan
+from parquet_keytools.erasure.plan import GONE, ErasedKey, KeysOfValue, OnFile, Plan, Planner
 from parquet_keytools.errors import ErasureRefusedError, KmsError, KmsResponseInvalidError, KmsUnavailableError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest
@@ -86,7 +86,9 @@ class Erasure:
             NoParquetFilesError: The folder has no Parquet files.
             KmsError: The KMS cannot be reached, or does not show the state of the master keys.
         """
-        return make_plan(self._service, self._keys, self._location, ignore_skipped=ignore_skipped, on_file=on_file)
+        planner = Planner(self._service, self._keys, self._location)
+        planner.look(ignore_skipped=ignore_skipped, on_file=on_file)
+        return planner.plan()
 
     def run(self, plan: Plan, *, waiting_days: int | None = None) -> Certificate:
         """Delete the master keys, or schedule their deletion, and prove that the KMS unwraps nothing with them.

@@ -11,7 +11,7 @@ from typing import Any
 
 from parquet_keytools import audit
 from parquet_keytools.config.key_policy import configured_master_key_ids, keys_of_value, resolve_columns
-from parquet_keytools.config.key_values import alike, is_value, placeholders, value_in, values_in_folders
+from parquet_keytools.config.settings import alike, is_value, placeholders, value_in, values_in_folders
 from parquet_keytools.errors import (
     ConfigurationError,
     KmsError,
@@ -254,27 +254,9 @@ class _Notes:
 OnFile = Callable[[object], None]
 
 
-def make_plan(
-    service: KeyService,
-    keys: KeysOfValue,
-    location: FileLocation,
-    *,
-    ignore_skipped: bool = False,
-    on_file: OnFile = lambda _: None,
-) -> Plan:
-    """Examine a file, or the files of a folder, and older versions of them in a versioned bucket of S3.
+class Planner:
+    """Examines a file, or the files of a folder, and their older versions in a versioned bucket of S3."""
 
-    Raises:
-        FileNotFoundError: The file or folder does not exist.
-        NoParquetFilesError: The folder has no Parquet files.
-        KmsError: The state of a master key is unknown.
-    """
-    planner = _Planner(service, keys, location)
-    planner.look(ignore_skipped=ignore_skipped, on_file=on_file)
-    return planner.plan()
-
-
-class _Planner:
     def __init__(self, service: KeyService, keys: KeysOfValue, location: FileLocation) -> None:
         self._keys = keys
         self._location = location

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
-from parquet_keytools.config.key_values import values_in_folders
+from parquet_keytools.config.settings import values_in_folders
 from parquet_keytools.conformance.file_verifier import FileEnd
 from parquet_keytools.conformance.verification import is_table_metadata
 from parquet_keytools.encryption.file_encryption import StreamedFile
@@ -24,9 +24,7 @@ from parquet_keytools.erasure.row_filter import NULL_FOLDER, Condition, FileFilt
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     ConfigurationError,
-    KeytoolsError,
     OutputError,
-    StorageFailedError,
 )
 from parquet_keytools.files.key_service import KeyService, NewFileKeys
 from parquet_keytools.files.opened_file import (
@@ -37,7 +35,6 @@ from parquet_keytools.files.opened_file import (
     columns_named,
     naming_place,
 )
-from parquet_keytools.files.replacement import NewKeyMaterial, replacement
 from parquet_keytools.files.table_check import names_in_folders, partition_names, seen_key
 from parquet_keytools.format.file_layout import (
     MAGIC,
@@ -51,8 +48,8 @@ from parquet_keytools.format.file_layout import (
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever
 from parquet_keytools.rotation.data_set_run import InPlaceRequest, OnFile, change_each_file
-from parquet_keytools.rotation.file_keys import Tail, check_unchanged, read_tail
-from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version, refuse_hard_links
+from parquet_keytools.rotation.file_keys import read_tail
+from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version, replaced_whole, unless_changed
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.storage.locations import BufferSource, FileLocation, open_source
 from parquet_keytools.storage.walk import LeftOut, file_or_folder
@@ -116,7 +113,7 @@ def rewrite_rows(
             on_file(file)
 
     # Worker processes get a pickled copy of `rewriting`.
-    request = InPlaceRequest(table_name, keep_results, on_found)
+    request = InPlaceRequest(keep_results, on_found, table_name=table_name)
     found = change_each_file(location, rewriting.search, request, raises_failures=is_file)
     for left in found.skipped:
         _refuse_table_file(left)
@@ -127,7 +124,7 @@ def rewrite_rows(
         raise found.stopped_by
     if on_search is not None:
         on_search(rewriting.found.values())
-    request = InPlaceRequest(table_name, keep_results, on_file)
+    request = InPlaceRequest(keep_results, on_file, table_name=table_name)
     return change_each_file(location, rewriting.rewrite, request, raises_failures=is_file)
 
 
@@ -168,15 +165,10 @@ class _Rewriting:
         self._conditions = conditions
         self.found: dict[str, FileRewrite] = {}
 
-    def search(self, location: FileLocation, locked_folder: str | None) -> FileRewrite:
-        """Count the matching rows of a file.
-
-        Raises:
-            ChangedMeanwhileError: The file changed at the same time.
-            KeytoolsError: The file cannot be read.
-        """
+    def search(self, location: FileLocation) -> FileRewrite:
+        """Count the matching rows of a file."""
         tail, _ = read_tail(location)
-        with _unless_changed(location, tail):
+        with _explaining(location), unless_changed(location, tail):
             opened = self._open(location, self._in_filter)
             with open_source(location) as source:
                 found = self._search(opened, as_verified(opened, source))
@@ -184,50 +176,34 @@ class _Rewriting:
                 self._open(location)
         return found
 
-    def rewrite(self, location: FileLocation, locked_folder: str | None) -> FileRotation:
-        """Replace a file with matching rows.
-
-        Raises:
-            ChangedMeanwhileError: The file changed at the same time; it is not replaced.
-            KeytoolsError: The file failed and is unchanged.
-        """
+    def rewrite(self, location: FileLocation) -> FileRotation:
+        """Replace a file with matching rows."""
         tail, _ = read_tail(location)
         end = FileEnd.of(tail.offset, tail.data)
         found = self.found.get(str(location))
         if found is None or found.before != end:
-            found = self.search(location, locked_folder)
+            found = self.search(location)
         if not found.rows_removed:
             return dataclasses.replace(found, outcome=RotationOutcome.NO_MATCHING_ROWS)
-        refuse_hard_links(location, "the rows")
-        with _unless_changed(location, tail):
+        with _explaining(location), unless_changed(location, tail):
             opened = self._open(location)
             values = self._values_of_keys(opened)
             policy, new = keys_of_new_version(self._keys, opened, self._table_name, values)
+        rows: list[int] = []
+        after: list[FileEnd] = []
 
-        def check() -> None:
-            check_unchanged(location, tail)
-            refuse_hard_links(location, "the rows")
+        def write(sink: ByteSink) -> None:
+            with _explaining(location), open_source(location) as source:
+                rows.extend(self._write(opened, as_verified(opened, source), new, sink))
 
-        with replacement(
-            location,
-            check,
-            key_material=NewKeyMaterial(location, new.key_materials),
-            locked_folder=locked_folder,
-        ) as pending:
-            with _unless_changed(location, tail), open_source(location) as source, pending.open_sink() as sink:
-                rows = self._write(opened, as_verified(opened, source), new, sink)
-            with pending.open_written() as written:
-                after = self._check(opened, written, new, rows, found)
-        return dataclasses.replace(
-            found,
-            outcome=RotationOutcome.ROWS_REMOVED,
-            bytes_written=after.size_bytes,
-            old_size_bytes=end.size_bytes,
-            new_size_bytes=after.size_bytes,
-            plaintext_columns=policy.plaintext_columns,
-            before=end,
-            after=after,
+        def check(written: ByteSource) -> None:
+            after.append(self._check(opened, written, new, rows, found))
+
+        done = replaced_whole(
+            location, tail, new, RotationOutcome.ROWS_REMOVED, policy, write, check, other_names_keep="the rows"
         )
+        facts = {each.name: getattr(done, each.name) for each in dataclasses.fields(done)}
+        return FileRewrite(**facts, rows=found.rows, rows_removed=found.rows_removed, before=end, after=after[0])
 
     # --- reading ---
 
@@ -325,17 +301,11 @@ class _Rewriting:
 
 
 @contextlib.contextmanager
-def _unless_changed(location: FileLocation, tail: Tail) -> Iterator[None]:
-    """Raise `ChangedMeanwhileError` in place of an error if the file changed after its tail was read."""
+def _explaining(location: FileLocation) -> Iterator[None]:
     try:
         yield
-    except StorageFailedError:
-        raise
     except pa.ArrowNotImplementedError as error:
         raise OutputError(f"{location} has a type that pyarrow cannot filter: {error}", hint=_LATER) from None
-    except (KeytoolsError, OSError):
-        check_unchanged(location, tail)
-        raise
 
 
 class _View:
@@ -357,11 +327,7 @@ class _View:
         self.int96 = [column.path for column in columns if column.physical_type == "INT96"]
 
     def read(self, ordinal: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return some or all columns of a row group.
-
-        Raises:
-            OutputError: pyarrow does not read timestamps of 96 bits as they are: beyond 64 bits they overflow.
-        """
+        """Return some or all columns of a row group; refuse timestamps of 96 bits that overflow 64 bits."""
         int96 = [path for path in self.int96 if columns is None or any(_is_in(path, name) for name in columns)]
         if int96:
             table = self.file.read_row_group(ordinal, columns=int96)
@@ -391,11 +357,7 @@ class _PlainWriter:
     """Writes row groups as plain files in memory, with the schema and metadata of another file."""
 
     def __init__(self, opened: OpenedFile, view: _View) -> None:
-        """Find the options with which pyarrow writes the same physical schema.
-
-        Raises:
-            OutputError: There are none.
-        """
+        """Find the options with which pyarrow writes the same physical schema."""
         self._path = str(opened.location)
         self._old = opened.footer.metadata
         self._schema = view.file.schema_arrow.remove_metadata()

@@ -105,11 +105,7 @@ class Condition:
 
 
 def parse_filter(text: str) -> tuple[Condition, ...]:
-    """Parse a filter.
-
-    Raises:
-        ConfigurationError: It is not valid.
-    """
+    """Parse a filter."""
     conditions: list[Condition] = []
     position, more = 0, True
     while more:
@@ -152,9 +148,6 @@ class FileFilter:
             schema: Schema of the file, with the columns of the filter at least.
             folder_values: Name of a column -> its value in the path of the file; None for NULL.
             names: Names of other columns of the file, for errors.
-
-        Raises:
-            ConfigurationError: A column does not exist, is in path and file, or has another type than literals.
         """
         self._checks: list[tuple[Condition, tuple[str, ...] | pa.Scalar, pa.Array]] = []
         for condition in conditions:

@@ -31,11 +31,7 @@ class OlderVersion(NamedTuple):
 
 
 def older_versions(location: FileLocation) -> Iterator[OlderVersion]:
-    """Yield the older versions of an object, or of all objects in a folder; none in a bucket without versions.
-
-    Raises:
-        OSError: They cannot be listed.
-    """
+    """Yield the older versions of an object, or of all objects in a folder; none in a bucket without versions."""
     if not can_reach(location.filesystem):
         raise PermissionError("they cannot be listed with the credentials of this file system")
     client = client_of(location.filesystem)

@@ -24,9 +24,8 @@ from parquet_keytools.config.key_policy import (
     resolve_columns,
     resolve_key,
 )
-from parquet_keytools.config.key_values import placeholders, values_in_folders
 from parquet_keytools.config.labels import FieldLabels
-from parquet_keytools.config.settings import Configuration, TableSettings
+from parquet_keytools.config.settings import Configuration, TableSettings, placeholders, values_in_folders
 from parquet_keytools.encryption import file_encryption
 from parquet_keytools.encryption.aad import (
     ExpectedAadPrefix,

@@ -23,7 +23,6 @@ from parquet_keytools.runtime.threads_and_forks import in_threads
 from parquet_keytools.storage.local_files import FolderIdentity, exclusive_folder, written_meanwhile
 from parquet_keytools.storage.locations import (
     FileLocation,
-    folder_path,
     key_material_location,
     read_whole,
     real_location,
@@ -69,7 +68,6 @@ def replacement(
     check: Check,
     *,
     key_material: NewKeyMaterial | None = None,
-    locked_folder: str | None = None,
 ) -> Iterator[PendingOutput]:
     """Write a file that replaces another one when the block ends, unless that one was changed.
 
@@ -79,27 +77,23 @@ def replacement(
         location: The file to replace.
         check: Raises an error if the file changed after it was read.
         key_material: The new key material; None leaves a key material file as it is.
-        locked_folder: Path of a folder that the caller has locked.
 
     Raises:
         KeytoolsError: Any error of `check`; the file is unchanged.
         ChangedMeanwhileError: The file changed after `check`; it is not replaced.
     """
     target = real_location(location)
-    is_locked = folder_path(target) == locked_folder
     with discarded_unless_done(pending_output(target, like=location)) as pending:
         yield pending
         if key_material is not None:
-            put_in_place(pending, key_material, check=check, is_locked=is_locked)
+            put_in_place(pending, key_material, check=check)
             return
         pending.sync()
-        with contextlib.nullcontext() if is_locked else exclusive_folder(target):
+        with exclusive_folder(target):
             pending.commit(check)
 
 
-def put_in_place(
-    pending: PendingOutput, new: NewKeyMaterial, *, check: Check | None = None, is_locked: bool = False
-) -> None:
+def put_in_place(pending: PendingOutput, new: NewKeyMaterial, *, check: Check | None = None) -> None:
     """Put a complete Parquet file and its key material in place.
 
     At each moment, also after a crash, the current Parquet file has its key material: first comes key material for
@@ -109,14 +103,13 @@ def put_in_place(
         pending: The file.
         new: Its key material.
         check: See `PendingOutput.commit`.
-        is_locked: Whether the caller has locked the folder.
 
     Raises:
         OutputError: Another writer created the file meanwhile, or it cannot be written.
         ChangedMeanwhileError: See `PendingOutput.commit`.
     """
     pending.sync()
-    with contextlib.nullcontext() if is_locked else exclusive_folder(pending.target):
+    with exclusive_folder(pending.target):
         _place([(pending, new)], check)
 
 

@@ -31,9 +31,8 @@ from parquet_keytools.config.key_policy import (
     resolve_columns,
     resolve_key,
 )
-from parquet_keytools.config.key_values import one_value, placeholders, value_in, values_in_folders
 from parquet_keytools.config.labels import FieldLabels, no_field_labels
-from parquet_keytools.config.settings import Configuration
+from parquet_keytools.config.settings import Configuration, one_value, placeholders, value_in, values_in_folders
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import (
     ConfigurationError,

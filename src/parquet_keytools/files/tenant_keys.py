@@ -9,7 +9,7 @@ from typing import Any
 
 from parquet_keytools.config.document import list_of_names, one_of
 from parquet_keytools.config.key_policy import keys_of_value
-from parquet_keytools.config.key_values import placeholders
+from parquet_keytools.config.settings import placeholders
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files.key_service import KeyService
 

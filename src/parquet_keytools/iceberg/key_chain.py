@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from parquet_keytools import strict_base64
-from parquet_keytools.config.key_values import placeholders, with_value
+from parquet_keytools.config.settings import placeholders, with_value
 from parquet_keytools.encryption.module_cipher import InvalidTag
 from parquet_keytools.errors import (
     ConfigurationError,

@@ -80,11 +80,7 @@ def changed_while_rotated(location: FileLocation) -> ChangedMeanwhileError:
 
 
 def file_state(location: FileLocation) -> tuple[object, ...]:
-    """Return attributes of a file that change when it is replaced or written to.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-    """
+    """Return attributes of a file that change when it is replaced or written to."""
     if location.is_local:
         return state_of_local(location.path)
     if location.is_in_s3:
@@ -101,7 +97,7 @@ def file_state(location: FileLocation) -> tuple[object, ...]:
 # --- the keys of one file ---
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FileKey:
     """A wrapped key of a file.
 
@@ -110,29 +106,25 @@ class FileKey:
             refers to it, with the name of its KMS, too.
         text: The same as stored: key metadata, or an entry of the key material file.
         reference: Its name in the key material file; None if it is internal.
+        task: How it is re-wrapped; None if it stays.
+        new: Its new key material, once it was re-wrapped.
+        is_proven: Whether it stays, and is unwrapped and proven.
     """
 
     material: KeyMaterial = field(repr=False)
     text: str | bytes = field(repr=False)
     reference: str | None
+    task: RewrapTask | None = None
+    new: NewMaterial | None = None
+    is_proven: bool = False
+
+    def __post_init__(self) -> None:
+        self.material = replace(self.material, master_key_id=decode_master_key_id(self.material.master_key_id))
 
     @property
     def wrapped_key(self) -> WrappedKey:
         """The key that the KMS wrapped: the KEK, or with single wrapping the DEK."""
         return WrappedKey(self.material.master_key_id, self.material.kms_wrapped_key)
-
-    @classmethod
-    def of(cls, material: KeyMaterial, text: str | bytes, reference: str | None) -> FileKey:
-        """Return a key with its key material as the file has it."""
-        decoded = replace(material, master_key_id=decode_master_key_id(material.master_key_id))
-        return cls(decoded, text, reference)
-
-    def named(self, kms: KmsClient | None, instance_id: str | None) -> FileKey:
-        """Return the key with the identifier of its master key; see `KmsClient.id_of_file`."""
-        if kms is None:
-            return self
-        master_key_id = kms.id_of_file(self.material.master_key_id, instance_id)
-        return replace(self, material=replace(self.material, master_key_id=master_key_id))
 
 
 AadPrefixOf = Callable[[FileLocation, bytes | None], AadPrefix]
@@ -175,17 +167,11 @@ class ExternalMaterial:
 
 
 def read_external_material(parquet_file: FileLocation) -> ExternalMaterial:
-    """Read the key material file of a Parquet file.
-
-    Raises:
-        KeyMaterialError: The file does not exist, or is not valid.
-    """
+    """Read the key material file of a Parquet file."""
     location, content = key_material_location(parquet_file), read_key_material_file(parquet_file)
     materials = parse_key_materials(content, str(location))
     texts: dict[str, str] = json.loads(content)
-    held = {
-        reference: FileKey.of(material, texts[reference], reference) for reference, material in materials.items()
-    }
+    held = {reference: FileKey(material, texts[reference], reference) for reference, material in materials.items()}
     return ExternalMaterial(location, content, held)
 
 
@@ -216,7 +202,7 @@ class FileKeys:
     internal: dict[bytes, FileKey] = field(default_factory=dict)
     footer: Footer | None = None
     instance_id: str | None = None
-    _referenced: dict[int, FileKey] = field(default_factory=dict)
+    _referenced: dict[FileKey, None] = field(default_factory=dict)
 
     @property
     def is_encrypted(self) -> bool:
@@ -226,14 +212,14 @@ class FileKeys:
     @property
     def referenced(self) -> list[FileKey]:
         """The wrapped keys that key metadata refers to: first the footer's, and after `open` the columns'."""
-        return list(self._referenced.values())
+        return list(self._referenced)
 
     @property
     def unreferenced(self) -> list[FileKey]:
         """Entries of the key material file that the authentic footer does not refer to."""
         if self.external is None or (self.is_encrypted and self.footer is None):
             return []
-        return [held for held in self.external.held if id(held) not in self._referenced]
+        return [held for held in self.external.held if held not in self._referenced]
 
     @property
     def footer_key(self) -> FileKey | None:
@@ -338,12 +324,7 @@ class FileKeys:
                 self.footer.chunk_metadata(0, column, self.footer.cipher_of(column, dek))
 
     def add_footer_key(self) -> None:
-        """Add the key of the footer.
-
-        Raises:
-            ChangedMeanwhileError: The file was replaced just now.
-            KeyMaterialError: Its key metadata is not valid, refers to a missing entry, or is not a footer's.
-        """
+        """Add the key of the footer."""
         self._add([self.envelope.key_metadata])
         held = self.footer_key
         if held is not None and not held.material.is_footer_key:
@@ -358,29 +339,32 @@ class FileKeys:
                     continue
                 parsed = parse_key_metadata(key_metadata)
                 if isinstance(parsed, KeyMaterial):
-                    self._note_instance(parsed)
-                    held = FileKey.of(parsed, key_metadata, None).named(self.kms, self.instance_id)
-                    self.internal[key_metadata] = self._referenced[id(held)] = held
+                    self.internal[key_metadata] = held = FileKey(parsed, key_metadata, None)
                 elif isinstance(parsed, KeyReference):
                     if self.external is None:
                         self.external = read_external_material(self.location)
                     if parsed.reference not in self.external.by_reference:
                         raise KeyMaterialError(f"the key material file has no {parsed.reference!r}")
                     held = self.external.by_reference[parsed.reference]
-                    if id(held) not in self._referenced:
-                        self._note_instance(held.material)
-                        held = held.named(self.kms, self.instance_id)
-                        self.external.by_reference[parsed.reference] = held
-                    self._referenced[id(held)] = held
+                else:
+                    continue
+                if held not in self._referenced:
+                    self._refer_to(held)
         except KeyMaterialError as error:
             # The key material may belong to a file that replaced this one.
             check_unchanged(self.location, self.tail)
             raise _naming(error, self.location) from None
 
-    def _note_instance(self, material: KeyMaterial) -> None:
-        """Note the KMS that the file names: in the key material of its footer, which is added first."""
+    def _refer_to(self, held: FileKey) -> None:
+        """Note that the file refers to a key, and name its master key; see `KmsClient.id_of_file`."""
+        material = held.material
         if not self._referenced and material.is_footer_key:
+            # The key of the footer, which is added first, names the KMS of the file.
             self.instance_id = material.kms_instance_id
+        if self.kms is not None:
+            master_key_id = self.kms.id_of_file(material.master_key_id, self.instance_id)
+            held.material = replace(material, master_key_id=master_key_id)
+        self._referenced[held] = None
 
 
 def _naming(error: KeyMaterialError, location: FileLocation) -> KeyMaterialError:
@@ -401,14 +385,7 @@ def own_key_columns(footer: Footer) -> list[FooterColumn]:
 
 
 def read_file_keys(location: FileLocation, data_keys: DataKeys, kms: KmsClient | None = None) -> FileKeys:
-    """Read the tail of a file, and the key material of its footer. No key is needed.
-
-    Raises:
-        ChangedMeanwhileError: The file was replaced just now, and the key material belongs to the other one.
-        KeyMaterialError: Key metadata or key material is not valid, or missing.
-        ParquetFormatError: It is not a Parquet file.
-        OSError: It cannot be read.
-    """
+    """Read the tail of a file, and the key material of its footer. No key is needed."""
     keys = FileKeys(location, *read_tail(location), data_keys, kms)
     if keys.is_encrypted:
         keys.add_footer_key()
@@ -434,24 +411,16 @@ class BatchFile:
     Attributes:
         location: The file.
         keys: Its keys, once they were read.
-        tasks: id of a wrapped key that changes -> the key, and what to do.
         aad_prefix: The AAD prefix that is expected of the file; None accepts the stored one.
         footer_dek: The DEK of its footer, once that is known.
-        new: id of a wrapped key that changed -> its new key material.
-        unwrapped: ids of column keys that stay, and that the KMS unwraps.
-        shares_keys_with: See `FileRotation`.
         result: The result; None while the file is in progress, or failed.
         failure: Why it failed.
     """
 
     location: FileLocation
     keys: FileKeys | None = None
-    tasks: dict[int, tuple[FileKey, RewrapTask]] = field(default_factory=dict)
     aad_prefix: AadPrefix = None
     footer_dek: SecretBytes | None = None
-    new: dict[int, NewMaterial] = field(default_factory=dict)
-    unwrapped: set[int] = field(default_factory=set)
-    shares_keys_with: str | None = None
     result: FileRotation | None = None
     failure: KeytoolsError | OSError | None = None
 
@@ -460,6 +429,11 @@ class BatchFile:
         """Its keys; only after they were read."""
         assert self.keys is not None
         return self.keys
+
+    @property
+    def changing(self) -> list[FileKey]:
+        """The wrapped keys that change."""
+        return [held for held in self.read_keys.referenced if held.task is not None]
 
     @property
     def size_bytes(self) -> int:

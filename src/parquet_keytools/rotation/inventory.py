@@ -24,8 +24,9 @@ from parquet_keytools.errors import (
     IncompleteDataSetError,
     KeyMaterialError,
     KeytoolsError,
-    KmsUnavailableError,
+    KmsError,
     ParquetFormatError,
+    kms_failure,
     without_frames,
 )
 from parquet_keytools.files.key_service import KeyService
@@ -147,7 +148,7 @@ class Inventory:
         self._data_keys = keys.data_keys
         self._kms = kms
         self._aad_prefix_of = aad_prefix_of
-        self._unavailable: KmsUnavailableError | None = None
+        self._unavailable: KmsError | None = None
 
     def list(
         self, path: FileLocation, *, ignore_skipped: bool = False, proves_columns: bool = True
@@ -167,7 +168,7 @@ class Inventory:
         unseen: list[Unseen] = []
         left_out: list[LeftOut] = []
         entries = data_set(path, into_passed_over=not ignore_skipped)
-        locations = files_of(entries, unseen.append, (lambda _: None) if ignore_skipped else left_out.append)
+        locations = files_of(entries, unseen.append, None if ignore_skipped else left_out.append)
         with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-inventory") as pool:
             for works in self._batches(pool, path, locations, proves_columns=proves_columns):
                 yield from works
@@ -204,7 +205,8 @@ class Inventory:
         if self._unavailable is not None:
             return dict.fromkeys(keys, self._unavailable)
         unwrapped = self._rewrapper.unwrap(keys)
-        self._unavailable = self._rewrapper.take_unreachable()
+        errors = (outcome for outcome in unwrapped.values() if isinstance(outcome, KmsError))
+        self._unavailable = next(filter(None, map(kms_failure, errors)), None)
         return unwrapped
 
     def _expect_prefix(self, work: BatchFile) -> None:
@@ -246,7 +248,7 @@ class Inventory:
         )
 
     def _uses(self, keys: FileKeys, columns: Iterable[FooterColumn]) -> Iterator[UsedKey]:
-        seen: set[int] = set()
+        seen: set[FileKey] = set()
         yield self._use(keys, keys.envelope.key_metadata, None, seen, is_footer=True)
         for column in columns:
             if column.encryption is ColumnEncryption.COLUMN_KEY:
@@ -255,20 +257,26 @@ class Inventory:
                     yield self._use(keys, column.key_metadata, ".".join(column.path), seen, is_footer=False)
         for held in keys.external.held if keys.external is not None else ():
             # For unknown columns, or left over from a writer that was interrupted.
-            if id(held) not in seen:
+            if held not in seen:
                 yield self._wrapped_use(held, None, is_footer=held.material.is_footer_key)
 
     def _use(
-        self, keys: FileKeys, key_metadata: bytes | None, column: str | None, seen: set[int], *, is_footer: bool
+        self,
+        keys: FileKeys,
+        key_metadata: bytes | None,
+        column: str | None,
+        seen: set[FileKey],
+        *,
+        is_footer: bool,
     ) -> UsedKey:
         held = keys.key_of(key_metadata)
         if held is not None:
-            seen.add(id(held))
+            seen.add(held)
             return self._wrapped_use(held, column, is_footer=is_footer)
         parsed = parse_key_metadata(key_metadata)
         if isinstance(parsed, KeyMaterial):
             # From a footer that is not authentic: shown, but not trusted.
-            return self._wrapped_use(FileKey.of(parsed, b"", None), column, is_footer=is_footer)
+            return self._wrapped_use(FileKey(parsed, b"", None), column, is_footer=is_footer)
         return UsedKey(column, is_footer, data_key=parsed.name if isinstance(parsed, DataKeyId) else None)
 
     def _wrapped_use(self, held: FileKey, column: str | None, *, is_footer: bool) -> UsedKey:

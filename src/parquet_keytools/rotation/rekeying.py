@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import (
-    AlreadyEncryptedError,
     ConfigurationError,
     KeyMaterialError,
     KeytoolsError,
@@ -35,9 +34,9 @@ from parquet_keytools.format.file_layout import ByteSink, ByteSource
 from parquet_keytools.keys.key_material import DataKeyId, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.rotation.data_set_run import InPlaceRequest, change_each_file
-from parquet_keytools.rotation.file_keys import check_unchanged, read_tail
+from parquet_keytools.rotation.file_keys import Tail, check_unchanged, read_tail
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
-from parquet_keytools.rotation.tail import REFUSED_HINT, proving
+from parquet_keytools.rotation.rotate import REFUSED_HINT, proving
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, open_source, real_location
 from parquet_keytools.storage.walk import file_or_folder
@@ -46,12 +45,7 @@ from parquet_keytools.storage.walk import file_or_folder
 def check_rekeyed(
     written: ByteSource, new: NewFileKeys, old: Footer, kms_keys: KmsKeys, *, all_modules: bool
 ) -> None:
-    """Open a new file with the content of an old one; see `check_new_file`.
-
-    Raises:
-        OutputError: Its content differs from the old file.
-        KeytoolsError: See `check_new_file`.
-    """
+    """Open a new file with the content of an old one; see `check_new_file`."""
     footer, _ = check_new_file(written, new, kms_keys, all_modules=all_modules)
     if _content(footer) != _content(old):
         raise OutputError(
@@ -150,55 +144,32 @@ class _Rekeying:
         self._request = replace(request, on_file=None)
         self._raises_not_encrypted = raises_not_encrypted
 
-    def rekey(self, location: FileLocation, locked_folder: str | None) -> FileRotation:
-        """Re-encrypt one file.
-
-        Raises:
-            ChangedMeanwhileError: The file changed at the same time; it is not replaced.
-            KeytoolsError: The file failed and is unchanged.
-        """
+    def rekey(self, location: FileLocation) -> FileRotation:
+        """Re-encrypt one file."""
         tail, envelope = read_tail(location)
         try:
-            if envelope.mode is FooterMode.UNENCRYPTED:
-                # Encrypted columns would contradict the footer, which is an error.
-                envelope.open(None)
-            opened, is_done = self._open(location)
-            if is_done:
-                return FileRotation(str(location), RotationOutcome.ALREADY_CURRENT)
-            policy, new = self._new_file_keys(opened)
+            with unless_changed(location, tail):
+                if envelope.mode is FooterMode.UNENCRYPTED:
+                    # Encrypted columns would contradict the footer, which is an error.
+                    envelope.open(None)
+                opened, is_done = self._open(location)
+                if is_done:
+                    return FileRotation(str(location), RotationOutcome.ALREADY_CURRENT)
+                policy, new = self._new_file_keys(opened)
         except NotEncryptedError:
             if self._raises_not_encrypted:
                 raise NotEncryptedError(f"{location} is not encrypted.") from None
             return FileRotation(str(location), RotationOutcome.NOT_ENCRYPTED)
-        except (KeytoolsError, OSError):
-            # If the file was replaced while it was opened, it is retried.
-            check_unchanged(location, tail)
-            raise
-        with replacement(
+        return replaced_whole(
             location,
-            lambda: check_unchanged(location, tail),
-            key_material=NewKeyMaterial(location, new.key_materials),
-            locked_folder=locked_folder,
-        ) as pending:
-            try:
-                self._write(opened, new, sink=pending.open_sink())
-            except StorageFailedError:
-                raise
-            except (KeytoolsError, OSError):
-                check_unchanged(location, tail)
-                raise
-            with pending.open_written() as written:
-                check_rekeyed(
-                    written, new, opened.footer, self._new_keys.kms_keys(), all_modules=self._request.verify
-                )
-                new_size_bytes = written.size_bytes
-        return FileRotation(
-            str(location),
+            tail,
+            new,
             RotationOutcome.REKEYED,
-            bytes_written=new_size_bytes,
-            old_size_bytes=tail.size_bytes,
-            new_size_bytes=new_size_bytes,
-            plaintext_columns=policy.plaintext_columns,
+            policy,
+            lambda sink: self._write(opened, new, sink),
+            lambda written: check_rekeyed(
+                written, new, opened.footer, self._new_keys.kms_keys(), all_modules=self._request.verify
+            ),
         )
 
     def _open(self, location: FileLocation) -> tuple[OpenedFile, bool]:
@@ -252,13 +223,11 @@ class _Rekeying:
             _refuse_same_keys(opened, found[1].encryption)
         return found
 
-    def _write(
-        self, opened: OpenedFile, new: NewFileKeys, sink: contextlib.AbstractContextManager[ByteSink]
-    ) -> None:
-        with open_source(opened.location) as source, sink as opened_sink:
+    def _write(self, opened: OpenedFile, new: NewFileKeys, sink: ByteSink) -> None:
+        with open_source(opened.location) as source:
             file_encryption.encrypt_opened(
                 as_verified(opened, source),
-                opened_sink,
+                sink,
                 opened.footer,
                 opened.deks,
                 new.encryption,
@@ -313,6 +282,61 @@ def keys_of_new_version(
     return policy, replace(new, encryption=encryption)
 
 
+def replaced_whole(
+    location: FileLocation,
+    tail: Tail,
+    new: NewFileKeys,
+    outcome: RotationOutcome,
+    policy: TablePolicy,
+    write: Callable[[ByteSink], object],
+    check_written: Callable[[ByteSource], object],
+    *,
+    other_names_keep: str = "",
+) -> FileRotation:
+    """Replace a file by one with new keys, if it still has the tail that was read.
+
+    `other_names_keep` is what the other names of a file with hard links would still show, if that matters.
+
+    Raises:
+        ChangedMeanwhileError: The file changed at the same time; it is not replaced.
+        KeytoolsError: The file is unchanged.
+    """
+
+    def check() -> None:
+        check_unchanged(location, tail)
+        if other_names_keep:
+            _refuse_hard_links(location, other_names_keep)
+
+    check()
+    new_material = NewKeyMaterial(location, new.key_materials)
+    with replacement(location, check, key_material=new_material) as pending:
+        with unless_changed(location, tail), pending.open_sink() as sink:
+            write(sink)
+        with pending.open_written() as written:
+            check_written(written)
+            size_bytes = written.size_bytes
+    return FileRotation(
+        str(location),
+        outcome,
+        bytes_written=size_bytes,
+        old_size_bytes=tail.size_bytes,
+        new_size_bytes=size_bytes,
+        plaintext_columns=policy.plaintext_columns,
+    )
+
+
+@contextlib.contextmanager
+def unless_changed(location: FileLocation, tail: Tail) -> Iterator[None]:
+    """Raise `ChangedMeanwhileError` in place of an error if the file changed after its tail was read."""
+    try:
+        yield
+    except StorageFailedError:
+        raise
+    except (KeytoolsError, OSError):
+        check_unchanged(location, tail)
+        raise
+
+
 # --- what is refused ---
 
 
@@ -322,9 +346,6 @@ def refuse_two_names(location: FileLocation, *, is_external: bool) -> None:
     Args:
         location: The file.
         is_external: Whether it has, or gets, a key material file.
-
-    Raises:
-        OutputError: It is such a link.
     """
     real = real_location(location)
     folder = Path(os.path.realpath(Path(location.path).parent))
@@ -383,13 +404,8 @@ class _Encrypting:
         self._keys = keys
         self._request = request
 
-    def encrypt(self, location: FileLocation, locked_folder: str | None) -> FileRotation:
-        """Encrypt one file.
-
-        Raises:
-            ChangedMeanwhileError: The file changed at the same time; it is not replaced.
-            KeytoolsError: The file failed and is unchanged.
-        """
+    def encrypt(self, location: FileLocation) -> FileRotation:
+        """Encrypt one file."""
         tail, envelope = read_tail(location)
         if envelope.mode is not FooterMode.UNENCRYPTED:
             # As an earlier run leaves it. Any other encrypted file is an error.
@@ -398,54 +414,26 @@ class _Encrypting:
                 self._refuse_other_values(location)
             return FileRotation(str(location), RotationOutcome.ALREADY_ENCRYPTED)
 
-        def check() -> None:
-            check_unchanged(location, tail)
-            refuse_hard_links(location, "the plaintext")
-
-        refuse_hard_links(location, "the plaintext")
         with open_source(location) as source:
-            try:
+            with unless_changed(location, tail):
                 footer = file_encryption.read_plaintext_footer(source)
-            except AlreadyEncryptedError:
-                check_unchanged(location, tail)
-                raise
-            policy = policy_of(
-                self._keys,
-                self._request.table_name,
-                footer,
-                names_in_folders(location.path),
-                self._request.key_values,
-            )
-            new = self._keys.new_file_keys(policy, location)
-            refuse_two_names(location, is_external=new.key_materials is not None)
-            with replacement(
+                folders = names_in_folders(location.path)
+                policy = policy_of(self._keys, self._request.table_name, footer, folders, self._request.key_values)
+                new = self._keys.new_file_keys(policy, location)
+                refuse_two_names(location, is_external=new.key_materials is not None)
+            return replaced_whole(
                 location,
-                check,
-                key_material=NewKeyMaterial(location, new.key_materials),
-                locked_folder=locked_folder,
-            ) as pending:
-                try:
-                    with pending.open_sink() as sink:
-                        file_encryption.encrypt_opened(
-                            source, sink, footer, {}, new.encryption, on_progress=self._request.on_progress
-                        )
-                except StorageFailedError:
-                    raise
-                except (KeytoolsError, OSError):
-                    check_unchanged(location, tail)
-                    raise
+                tail,
+                new,
+                RotationOutcome.ENCRYPTED,
+                policy,
+                lambda sink: file_encryption.encrypt_opened(
+                    source, sink, footer, {}, new.encryption, on_progress=self._request.on_progress
+                ),
                 # The plaintext is the only other copy: every page must decrypt before it goes.
-                with pending.open_written() as written:
-                    check_rekeyed(written, new, footer, self._keys.kms_keys(), all_modules=True)
-                    size_bytes = written.size_bytes
-        return FileRotation(
-            str(location),
-            RotationOutcome.ENCRYPTED,
-            bytes_written=size_bytes,
-            old_size_bytes=tail.size_bytes,
-            new_size_bytes=size_bytes,
-            plaintext_columns=policy.plaintext_columns,
-        )
+                lambda written: check_rekeyed(written, new, footer, self._keys.kms_keys(), all_modules=True),
+                other_names_keep="the plaintext",
+            )
 
     def _refuse_other_values(self, location: FileLocation) -> None:
         """Refuse a file from before that is not under the keys of the values that the caller gives."""
@@ -474,12 +462,8 @@ class _Encrypting:
             )
 
 
-def refuse_hard_links(location: FileLocation, content: str) -> None:
-    """Refuse a file with several hard links: its other names would still lead to its old content.
-
-    Raises:
-        OutputError: It has other names.
-    """
+def _refuse_hard_links(location: FileLocation, content: str) -> None:
+    """Refuse a file with several hard links: its other names would still lead to its old content."""
     if location.is_local and (names := Path(location.path).stat().st_nlink) > 1:
         raise OutputError(
             f"{location} has {names} names (hard links), and the others would keep {content}.",

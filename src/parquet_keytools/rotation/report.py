@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from enum import Enum
 
 from parquet_keytools.errors import KeytoolsError, without_frames
 from parquet_keytools.runtime.presentation import Summarised
 from parquet_keytools.storage.walk import BehindLink, LeftOut, Unseen
-
-MOST_LEFT_BEHIND = 100
-"""Maximum number of texts in `RotationReport.left_behind` and in `RotationReport.shared_keys`."""
 
 
 class RotationOutcome(Enum):
@@ -71,7 +68,6 @@ class FileRotation(Summarised):
         error: Why it failed, without traceback; None if it did not.
         old_size_bytes: Length before the file was encrypted or rekeyed; otherwise None.
         new_size_bytes: Length after it was encrypted or rekeyed; otherwise None.
-        shares_keys_with: Another file of the run that has the same data keys and file unique, if there is one.
         plaintext_columns: Dotted paths of the leaf columns in plaintext, of a file that was encrypted or rekeyed.
     """
 
@@ -84,7 +80,6 @@ class FileRotation(Summarised):
     error: KeytoolsError | OSError | None = None
     old_size_bytes: int | None = None
     new_size_bytes: int | None = None
-    shares_keys_with: str | None = None
     plaintext_columns: tuple[str, ...] = ()
 
     def summary(self) -> Mapping[str, object]:
@@ -148,9 +143,6 @@ class RotationReport(Summarised):
         kms_calls: KMS calls that were made.
         expected_kms_calls: After a dry run, the KMS calls that the rotation itself would make.
         stopped_by: Why the run ended before all files were processed; None if it did not.
-        shared_keys: Pairs of files that share data keys and file unique; for people. At most `MOST_LEFT_BEHIND`.
-        left_behind: Objects that stay in a store because they could not be listed or removed; for people. At most
-            `MOST_LEFT_BEHIND`.
         skipped: Entries of a folder that do not belong to the data set, and were not encrypted or rekeyed.
     """
 
@@ -162,8 +154,6 @@ class RotationReport(Summarised):
     kms_calls: KmsCalls = field(default_factory=KmsCalls)
     expected_kms_calls: KmsCalls = field(default_factory=KmsCalls)
     stopped_by: KeytoolsError | None = None
-    shared_keys: list[str] = field(default_factory=list)
-    left_behind: list[str] = field(default_factory=list)
     skipped: list[LeftOut] = field(default_factory=list)
 
     def summary(self) -> Mapping[str, object]:
@@ -185,18 +175,10 @@ class RotationReport(Summarised):
         """Whether all files were processed and none failed."""
         return self.stopped_by is None and not self.counts[RotationOutcome.FAILED]
 
-    def note_left_behind(self, text: str) -> None:
-        """Add a text to `left_behind`, once."""
-        if len(self.left_behind) < MOST_LEFT_BEHIND and text not in self.left_behind:
-            self.left_behind.append(text)
-
-    def add(self, results: Iterable[FileRotation], *, keep_results: bool) -> None:
-        """Add results; without `keep_results`, list only failures."""
-        for result in results:
-            self.counts[result.outcome] += 1
-            self.bytes_written += result.bytes_written
-            self.bytes_copied += result.bytes_copied
-            if result.shares_keys_with is not None and len(self.shared_keys) < MOST_LEFT_BEHIND:
-                self.shared_keys.append(f"{result.path} and {result.shares_keys_with}")
-            if keep_results or result.outcome is RotationOutcome.FAILED:
-                self.files.append(result)
+    def add(self, result: FileRotation, *, keep_results: bool) -> None:
+        """Add the result for a file; without `keep_results`, list only failures."""
+        self.counts[result.outcome] += 1
+        self.bytes_written += result.bytes_written
+        self.bytes_copied += result.bytes_copied
+        if keep_results or result.outcome is RotationOutcome.FAILED:
+            self.files.append(result)

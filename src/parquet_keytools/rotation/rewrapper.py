@@ -23,9 +23,7 @@ from parquet_keytools.errors import (
     KeyMaterialError,
     KmsError,
     KmsResponseInvalidError,
-    KmsUnavailableError,
     MasterKeyNotFoundError,
-    WrappedKeyInvalidError,
 )
 from parquet_keytools.keys.key_material import KeyMaterial, parse_object
 from parquet_keytools.keys.key_wrapping import Kek, decode_master_key_id, dek_of, encode_master_key_id
@@ -51,8 +49,8 @@ class WrappedKey:
 SameMasterKey = Callable[[str, str], "bool | None"]
 """Whether two identifiers mean one master key; None where the KMS does not say."""
 
-KnownVersions = Mapping[tuple[bool, str], str | None]
-"""(whether it is a key of the new KMS, if that differs; master key id) -> the newest version."""
+KnownVersions = Mapping[str, "str | None"]
+"""Master key id -> the newest version."""
 
 _NUMBER = re.compile(r"v?([0-9]{1,18})")
 
@@ -74,19 +72,10 @@ def same_master_key(kms: KmsClient | None) -> SameMasterKey:
 
 
 class MasterKeyVersions:
-    """Versions of the master keys of one or two KMSs; each master key is described once in a run.
+    """Versions of master keys; each master key is described once in a run. `known` has those looked up before."""
 
-    Args:
-        kms: The KMS whose master keys wrapped the existing keys.
-        new_kms: The KMS whose master keys will wrap them; None for the same one.
-        known: Versions that another instance has looked up, as in `known`.
-    """
-
-    def __init__(
-        self, kms: KmsClient, new_kms: KmsClient | None = None, known: KnownVersions | None = None
-    ) -> None:
+    def __init__(self, kms: KmsClient, known: KnownVersions | None = None) -> None:
         self._kms = kms
-        self._new_kms = kms if new_kms is None else new_kms
         self._lock = threading.Lock()
         self._current = dict(known or {})
         self._same = same_master_key(kms)
@@ -108,40 +97,34 @@ class MasterKeyVersions:
             return master_key_id
         return next((name for name in sorted(names) if self._same(master_key_id, name)), master_key_id)
 
-    def of(self, key: WrappedKey, *, new: bool = False) -> str | None:
-        """Return the version that wrapped a key, in the new KMS or the old one; None if it is unknown."""
-        kms = self._new_kms if new else self._kms
-        return kms.wrapped_key_version(key.wrapped_key, key.master_key_id)
+    def of(self, key: WrappedKey) -> str | None:
+        """Return the version that wrapped a key; None if it is unknown."""
+        return self._kms.wrapped_key_version(key.wrapped_key, key.master_key_id)
 
-    def describe(self, master_key_id: str, *, new: bool = False) -> MasterKeyDescription | None:
-        """Return the description of a master key in the new KMS or the old one; None if it is unavailable.
+    def describe(self, master_key_id: str) -> MasterKeyDescription | None:
+        """Return the description of a master key; None if it is unavailable.
 
         Raises:
             MasterKeyNotFoundError: The master key does not exist.
         """
-        kms = self._new_kms if new else self._kms
         try:
-            description = kms.describe(master_key_id)
+            description = self._kms.describe(master_key_id)
         except MasterKeyNotFoundError:
             raise
         except KmsError:
             description = None
-        self._current[self._key(master_key_id, new=new)] = description.current_version if description else None
+        self._current[master_key_id] = description.current_version if description else None
         return description
 
-    def current(self, master_key_id: str, *, new: bool = False) -> str | None:
+    def current(self, master_key_id: str) -> str | None:
         """Return the version of a master key that wraps now; None if it is unknown."""
-        key = self._key(master_key_id, new=new)
         with self._lock:
-            if key not in self._current:
+            if master_key_id not in self._current:
                 try:
-                    self.describe(master_key_id, new=new)
+                    self.describe(master_key_id)
                 except MasterKeyNotFoundError:
-                    self._current[key] = None
-            return self._current[key]
-
-    def _key(self, master_key_id: str, *, new: bool) -> tuple[bool, str]:
-        return new and self._new_kms is not self._kms, master_key_id
+                    self._current[master_key_id] = None
+            return self._current[master_key_id]
 
 
 def is_same_version(version: str, other: str) -> bool:
@@ -150,11 +133,7 @@ def is_same_version(version: str, other: str) -> bool:
 
 
 def is_older_version(version: str, than: str) -> bool:
-    """Return whether a version is older; names that are not numbers have no order, and any other name is older.
-
-    Raises:
-        ConfigurationError: Only `version` is a number.
-    """
+    """Return whether a version is older; names that are not numbers have no order, and any other name is older."""
     number, than_number = _version(version), _version(than)
     if isinstance(number, int) and isinstance(than_number, int):
         return number < than_number
@@ -205,17 +184,13 @@ class Rewrapped:
 
     Attributes:
         wrapped_key: The new wrapped key.
-        new_master_key_id: The master key that wrapped it.
         key: The key that was wrapped before: the same key, unless there is a new KEK.
         new_kek: The fresh KEK in place of the old one; None if the key is the same.
-        was_there: Whether an earlier run did it: the new KMS wrapped the existing key already.
     """
 
     wrapped_key: str
-    new_master_key_id: str
     key: SecretBytes
     new_kek: Kek | None = None
-    was_there: bool = False
 
 
 Outcomes = dict[RewrapTask, Rewrapped | KmsError]
@@ -242,37 +217,31 @@ class Rewrapper:
     """Re-wraps keys for one run.
 
     Args:
-        kms: The KMS whose master keys wrapped the existing keys.
-        new_kms: The KMS whose master keys will wrap them; None for the same one.
+        kms: The KMS, or several.
         new_keks: Whether fresh KEKs replace all KEKs, even if the KMS could re-wrap them.
-        only_count: Whether to count the KMS calls instead of making them.
+        dry_run: Whether calls that re-wrap are counted instead of made; keys are unwrapped.
         given: What the KMS has already re-wrapped, or its errors. It is still proven here.
     """
 
     def __init__(
         self,
         kms: KmsClient,
-        new_kms: KmsClient | None = None,
         *,
         new_keks: bool = False,
-        only_count: bool = False,
+        dry_run: bool = False,
         given: Mapping[RewrapTask, str | KmsError] | None = None,
     ) -> None:
         self._kms = kms
-        self._new_kms = kms if new_kms is None else new_kms
         self._new_keks = new_keks
-        self._only_count = only_count
+        self._dry_run = dry_run
         self._given = given or {}
         self._rewrapped: _Remembered[RewrapTask, Rewrapped] = _Remembered()
         self._unwrapped: _Remembered[WrappedKey, SecretBytes] = _Remembered()
-        self._counted: _Remembered[RewrapTask, None] = _Remembered()
-        self._counted_staying: _Remembered[WrappedKey, None] = _Remembered()
-        self._counted_keks: set[str] = set()
         self._fresh_keks: dict[tuple[str, int], tuple[Kek, str]] = {}
+        self._counted: _Remembered[RewrapTask | WrappedKey, None] = _Remembered()
+        self._counted_keks: set[str] = set()
         self._calls: Counter[str] = Counter()
         self._expected: Counter[str] = Counter()
-        self._answers = 0
-        self._unreachable: KmsUnavailableError | None = None
 
     @property
     def calls(self) -> KmsCalls:
@@ -281,35 +250,38 @@ class Rewrapper:
 
     @property
     def expected_calls(self) -> KmsCalls:
-        """The calls that were counted instead of made."""
+        """The calls that a rotation would make, as counted by a dry run."""
         return KmsCalls(**self._expected)
 
-    def take_unreachable(self) -> KmsUnavailableError | None:
-        """Return the last error of the KMS if it has answered nothing since the last call of this method."""
-        error = self._unreachable if self._answers == 0 else None
-        self._answers, self._unreachable = 0, None
-        return error
+    def expect(self, keys: Iterable[RewrapTask | WrappedKey]) -> None:
+        """Count the calls for keys that would be re-wrapped, or stay and be unwrapped, each key once."""
+        for key in self._counted.split(keys)[1]:
+            self._counted.remember(key, None)
+            if isinstance(key, WrappedKey):
+                self._expected.update(unwrap=1)
+            elif not self.is_unwrapped(key):
+                self._expected.update(rewrap=1, unwrap=1)
+            elif not key.is_kek:
+                self._expected.update(unwrap=2, wrap=1)
+            else:
+                # One fresh KEK for each master key. Its length is unknown, and taken to be the same for all.
+                fresh = int(key.new_master_key_id not in self._counted_keks)
+                self._counted_keks.add(key.new_master_key_id)
+                self._expected.update(unwrap=1 + fresh, wrap=fresh)
 
     def unwrap(self, wanted: Iterable[WrappedKey]) -> dict[WrappedKey, SecretBytes | KmsError]:
         """Unwrap keys that stay as they are."""
         known, missing = self._unwrapped.split(wanted)
         found: dict[WrappedKey, SecretBytes | KmsError] = {**known}
-        for key, outcome in zip(missing, self._unwrap(self._kms, missing), strict=True):
+        for key, outcome in zip(missing, self._unwrap(missing), strict=True):
             found[key] = outcome
             if not isinstance(outcome, KmsError):
                 self._unwrapped.remember(key, outcome)
         return found
 
-    def expect_unwraps(self, wanted: Iterable[WrappedKey]) -> None:
-        """Count keys that stay as they are, and that the rotation itself would unwrap."""
-        for key in self._counted_staying.split(wanted)[1]:
-            self._counted_staying.remember(key, None)
-            self._expected.update(unwrap=1)
-
     def rewrap(self, wanted: Iterable[RewrapTask]) -> Outcomes:
-        """Re-wrap keys, all that are new together; return nothing if calls are only counted."""
-        if self._only_count:
-            self._count(wanted)
+        """Re-wrap keys, all that are new together; return nothing in a dry run."""
+        if self._dry_run:
             return {}
         known, missing = self._rewrapped.split(wanted)
         new = self._replace([task for task in missing if self.is_unwrapped(task)])
@@ -323,23 +295,9 @@ class Rewrapper:
     def is_unwrapped(self, task: RewrapTask) -> bool:
         """Return whether a key has to be unwrapped here: another KMS wraps it, or another KEK replaces it."""
         old, new = task.old.master_key_id, task.new_master_key_id
-        if self._new_kms is not self._kms or self._kms.instance_of(old) != self._kms.instance_of(new):
+        if self._kms.instance_of(old) != self._kms.instance_of(new):
             return True
         return task.is_kek and (self._new_keks or not self._kms.rewraps_by_itself(old, new))
-
-    def _count(self, wanted: Iterable[RewrapTask]) -> None:
-        for task in self._counted.split(wanted)[1]:
-            self._counted.remember(task, None)
-            if not self.is_unwrapped(task):
-                self._expected.update(rewrap=1, unwrap=1)
-            elif not task.is_kek:
-                self._expected.update(unwrap=2, wrap=1)
-            else:
-                self._expected.update(unwrap=1)
-                # One fresh KEK for each master key. Its length is unknown, and taken to be the same for all.
-                if task.new_master_key_id not in self._counted_keks:
-                    self._counted_keks.add(task.new_master_key_id)
-                    self._expected.update(unwrap=1, wrap=1)
 
     def _rewrap_inside(self, tasks: Sequence[RewrapTask]) -> Outcomes:
         """Have the KMS re-wrap keys, and unwrap the results."""
@@ -350,26 +308,25 @@ class Rewrapper:
         ]
         if requests:
             wrapped |= zip(missing, self._counting("rewrap", self._kms.rewrap_many(requests)), strict=True)
-        keys = self._unwrap_new(self._kms, {task: (task.new_master_key_id, wrapped[task]) for task in tasks})
+        keys = self._unwrap_new({task: (task.new_master_key_id, wrapped[task]) for task in tasks})
         outcomes: Outcomes = {}
         for task, key in keys.items():
             new = wrapped[task]
             if isinstance(new, KmsError):
                 outcomes[task] = new
             else:
-                outcomes[task] = key if isinstance(key, KmsError) else Rewrapped(new, task.new_master_key_id, key)
+                outcomes[task] = key if isinstance(key, KmsError) else Rewrapped(new, key)
         return outcomes
 
     def _replace(self, tasks: Sequence[RewrapTask]) -> Outcomes:
         """Unwrap keys, and have the KMS wrap the same DEKs, or fresh KEKs."""
         outcomes: Outcomes = {}
         keys: dict[RewrapTask, SecretBytes] = {}
-        for task, key in zip(tasks, self._unwrap(self._kms, [task.old for task in tasks]), strict=True):
+        for task, key in zip(tasks, self._unwrap([task.old for task in tasks]), strict=True):
             if isinstance(key, KmsError):
                 outcomes[task] = key
             else:
                 keys[task] = key
-        outcomes |= self._moved_before(outcomes)
         deks = self._wrap({task: (task.new_master_key_id, key) for task, key in keys.items() if not task.is_kek})
         keks = self._wrapped_keks((task.new_master_key_id, key) for task, key in keys.items() if task.is_kek)
         for task, key in keys.items():
@@ -378,9 +335,7 @@ class Rewrapper:
                 new, fresh = (kek, None) if isinstance(kek, KmsError) else (kek[1], kek[0])
             else:
                 new, fresh = deks[task], None
-            outcomes[task] = (
-                new if isinstance(new, KmsError) else Rewrapped(new, task.new_master_key_id, key, fresh)
-            )
+            outcomes[task] = new if isinstance(new, KmsError) else Rewrapped(new, key, fresh)
         return outcomes
 
     def _wrapped_keks(
@@ -397,39 +352,22 @@ class Rewrapper:
                 self._fresh_keks[kind] = new[kind], wrapped
         return {**self._fresh_keks, **failed}
 
-    def _moved_before(self, failed: Mapping[RewrapTask, Rewrapped | KmsError]) -> Outcomes:
-        """Find the keys that an earlier run, which was interrupted, moved to the other KMS."""
-        if self._new_kms is self._kms:
-            return {}
-        unknown = [
-            task
-            for task, error in failed.items()
-            if isinstance(error, WrappedKeyInvalidError | MasterKeyNotFoundError)
-        ]
-        # A moved key names a master key of the new KMS; in the old KMS that name may belong to another key.
-        keys = self._unwrap(self._new_kms, [task.old for task in unknown])
-        return {
-            task: Rewrapped(task.old.wrapped_key, task.old.master_key_id, key, was_there=True)
-            for task, key in zip(unknown, keys, strict=True)
-            if not isinstance(key, KmsError)
-        }
-
     # --- calls of the KMS, counted ---
 
     def _wrap(self, keys: Mapping[K, tuple[str, SecretBytes]]) -> dict[K, str | KmsError]:
-        """Have the new KMS wrap keys under master keys; each result is proven by unwrapping it."""
+        """Have the KMS wrap keys under master keys; each result is proven by unwrapping it."""
         requests = [WrapRequest(key, master_key_id) for master_key_id, key in keys.values()]
-        wrapped = self._counting("wrap", self._new_kms.wrap_many(requests)) if requests else []
+        wrapped = self._counting("wrap", self._kms.wrap_many(requests)) if requests else []
         new = {name: (keys[name][0], outcome) for name, outcome in zip(keys, wrapped, strict=True)}
         outcomes: dict[K, str | KmsError] = {}
-        for name, unwrapped in self._unwrap_new(self._new_kms, new).items():
+        for name, unwrapped in self._unwrap_new(new).items():
             master_key_id, key = keys[name]
             if isinstance(unwrapped, KmsError):
                 outcomes[name] = unwrapped
             elif unwrapped != key:
                 outcomes[name] = KmsResponseInvalidError(
                     "the new wrapped key does not unwrap to the same key",
-                    backend=self._new_kms.parts(master_key_id)[0].backend,
+                    backend=self._kms.parts(master_key_id)[0].backend,
                     operation="wrap",
                     master_key_id=master_key_id,
                 )
@@ -437,39 +375,24 @@ class Rewrapper:
                 outcomes[name] = new[name][1]
         return outcomes
 
-    def _unwrap_new(
-        self, kms: KmsClient, new: Mapping[K, tuple[str, str | KmsError]]
-    ) -> dict[K, SecretBytes | KmsError]:
+    def _unwrap_new(self, new: Mapping[K, tuple[str, str | KmsError]]) -> dict[K, SecretBytes | KmsError]:
         """Unwrap new wrapped keys, given with their master keys; an error in place of a key stays."""
         made = [WrappedKey(master_key_id, key) for master_key_id, key in new.values() if isinstance(key, str)]
-        keys = iter(self._unwrap(kms, made))
+        keys = iter(self._unwrap(made))
         return {name: key if isinstance(key, KmsError) else next(keys) for name, (_, key) in new.items()}
 
-    def _unwrap(self, kms: KmsClient, keys: Sequence[WrappedKey]) -> list[SecretBytes | KmsError]:
+    def _unwrap(self, keys: Sequence[WrappedKey]) -> list[SecretBytes | KmsError]:
         if not keys:
             return []
         requests = [UnwrapRequest(key.wrapped_key, key.master_key_id) for key in keys]
-        return self._counting("unwrap", kms.unwrap_many(requests))
+        return self._counting("unwrap", self._kms.unwrap_many(requests))
 
     def _counting(self, operation: str, outcomes: list[V | KmsError]) -> list[V | KmsError]:
         self._calls[operation] += len(outcomes)
-        for outcome in outcomes:
-            if isinstance(outcome, KmsUnavailableError) and not outcome.others_may_answer:
-                self._unreachable = outcome
-            else:
-                self._answers += 1
         return outcomes
 
 
 # --- key material ---
-
-
-@dataclass(frozen=True)
-class KmsInstance:
-    """The KMS that footer key material names, for people."""
-
-    instance_id: str = "DEFAULT"
-    instance_url: str = "DEFAULT"
 
 
 @dataclass(frozen=True)
@@ -485,7 +408,7 @@ def new_material(
     material: KeyMaterial,
     rewrapped: Rewrapped,
     written_id: str,
-    instance: KmsInstance | None,
+    instance_id: str | None,
 ) -> NewMaterial:
     """Return key material with its wrapped key replaced; unknown fields stay.
 
@@ -494,10 +417,7 @@ def new_material(
         material: The same, parsed.
         rewrapped: The new wrapped key.
         written_id: The identifier of the new master key for this file; see `KmsClient.id_in_file`.
-        instance: The KMS that the key material of a footer names; None leaves it.
-
-    Raises:
-        KeyMaterialError: The unwrapped KEK does not unwrap the DEK.
+        instance_id: The KMS that the key material of a footer names; None leaves it.
     """
     fields = parse_object(text, "key material")
     fields["masterKeyID"] = _in_the_same_form(fields["masterKeyID"], written_id)
@@ -509,9 +429,9 @@ def new_material(
         fields["wrappedDEK"] = kek.wrap_dek(dek)
         if kek.unwrap_dek(fields["wrappedDEK"]) != dek:
             raise KeyMaterialError("wrappedDEK: the new KEK does not lead to the same DEK")
-    if instance is not None and material.is_footer_key:
-        fields["kmsInstanceID"] = instance.instance_id
-        fields["kmsInstanceURL"] = instance.instance_url
+    if instance_id is not None and material.is_footer_key:
+        fields["kmsInstanceID"] = instance_id
+        fields["kmsInstanceURL"] = "DEFAULT"
     return NewMaterial(json.dumps(fields, separators=(",", ":")), dek)
 
 

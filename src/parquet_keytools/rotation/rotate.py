@@ -11,22 +11,30 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import errno
+import importlib.util
+import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from parquet_keytools.config.document import Mistake, did_you_mean, list_of_names, one_of
+from parquet_keytools.config.document import did_you_mean, list_of_names, one_of
 from parquet_keytools.config.key_policy import check_moves
 from parquet_keytools.config.settings import Configuration, ConfigurationWarning
-from parquet_keytools.encryption.aad import AadPrefix
+from parquet_keytools.encryption.aad import FOOTER_PLACE, AadPrefix
+from parquet_keytools.encryption.footer import Footer, read_envelope
+from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import (
+    ChangedMeanwhileError,
     ConfigurationError,
+    FileChangedError,
     KeytoolsError,
     KmsError,
-    KmsUnavailableError,
     MasterKeyDisabledError,
     MasterKeyNotFoundError,
     OutputError,
@@ -34,13 +42,30 @@ from parquet_keytools.errors import (
     value_or_raise,
 )
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.opened_file import FileIdentities, check_column_keys, check_footer_key
+from parquet_keytools.files.opened_file import check_column_keys, check_footer_key
+from parquet_keytools.files.replacement import replacement
 from parquet_keytools.files.table_check import TableCheck
+from parquet_keytools.format.file_layout import (
+    MAGIC,
+    MAGIC_ENCRYPTED_FOOTER,
+    TRAILER_LENGTH,
+    ByteSource,
+    with_trailer,
+)
+from parquet_keytools.format.structs import (
+    ColumnCryptoMetaData,
+    EncryptionWithColumnKey,
+    FileCryptoMetaData,
+    FileMetaData,
+    Record,
+    RowGroup,
+)
+from parquet_keytools.format.thrift import Entry
 from parquet_keytools.keys.key_wrapping import dek_of
+from parquet_keytools.keys.material_store import MAX_FILE_BYTES
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation.data_set_run import (
-    FileChange,
-    FileOutcome,
+    Outcomes,
     RunOptions,
     change_data_set,
     outcome_of,
@@ -49,6 +74,8 @@ from parquet_keytools.rotation.file_keys import (
     AadPrefixOf,
     BatchFile,
     FileKey,
+    Tail,
+    changed_while_rotated,
     check_unchanged,
     read_batch,
     step,
@@ -56,7 +83,6 @@ from parquet_keytools.rotation.file_keys import (
 )
 from parquet_keytools.rotation.report import FileRotation, KeyChange, RotationOutcome, RotationReport
 from parquet_keytools.rotation.rewrapper import (
-    KmsInstance,
     KnownVersions,
     MasterKeyVersions,
     NewMaterial,
@@ -68,16 +94,10 @@ from parquet_keytools.rotation.rewrapper import (
     new_material,
     renamed_material,
 )
-from parquet_keytools.rotation.tail import (
-    ReplacedTail,
-    check_new_tail,
-    new_tail,
-    replace_external_material,
-    replace_tail,
-)
+from parquet_keytools.runtime import operating_system
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.local_files import storage_failure
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.locations import FileLocation, ends_with, open_source, read_whole
+from parquet_keytools.storage.outputs import LocalSink
 
 # --- the plan ---
 
@@ -92,9 +112,7 @@ class RotationPlan:
             master keys that are moved.
         older_than: Re-wrap only keys that were wrapped with an older version, or an unknown version.
         new_keks: Whether fresh KEKs replace the old ones.
-        other_kms: Whether another KMS wraps the keys afterwards.
         dry_run: Whether nothing is changed.
-        instance: The KMS that footer key material names afterwards; None leaves it as it is.
         table_name: The table of the files; None for any table of the configuration.
         aad_prefix: The AAD prefix that the files must have.
         known_versions: The newest versions of master keys, as far as they were looked up.
@@ -104,21 +122,12 @@ class RotationPlan:
     only_master_keys: frozenset[str] | None = None
     older_than: str | None = None
     new_keks: bool = False
-    other_kms: bool = False
     dry_run: bool = False
-    instance: KmsInstance | None = None
     table_name: str | None = None
     aad_prefix: str | bytes | None = None
     known_versions: KnownVersions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        chained = sorted(self.moves.keys() & set(self.moves.values())) if not self.other_kms else []
-        if chained:
-            # A repeated run could not distinguish keys that were moved to it from keys to be moved away.
-            raise ConfigurationError(
-                f"the master key {chained[0]!r} is to be moved and is the target of a move.",
-                hint="Do these moves in separate rotations, one after the other.",
-            )
         ambiguous = sorted(new for new in self.moves.values() if "%" in new)
         if ambiguous:
             # Readers decode identifiers in key material, and would look for another master key.
@@ -132,13 +141,13 @@ class RotationPlan:
     @property
     def opens_to_others(self) -> bool:
         """Whether other people than before may unwrap the keys afterwards."""
-        return self.other_kms or bool(self.moves)
+        return bool(self.moves)
 
     def concerns(self, master_key_id: str) -> bool:
         """Whether keys under this master key may change."""
         if self.only_master_keys is not None:
             return master_key_id in self.only_master_keys
-        return self.other_kms or not self.moves or master_key_id in self.moves
+        return not self.moves or master_key_id in self.moves
 
     def new_master_key_id(
         self,
@@ -161,11 +170,11 @@ class RotationPlan:
         """
         if not self.concerns(master_key_id):
             return None
-        if self.older_than is not None and version is not None and not is_older_version(version, self.older_than):
-            return None
         target = self.moves.get(master_key_id, master_key_id)
-        certain = self.other_kms or target != master_key_id or (self.new_keks and has_kek)
-        if certain or self.older_than is not None or version is None:
+        if self.older_than is not None:
+            return target if version is None or is_older_version(version, self.older_than) else None
+        certain = target != master_key_id or (self.new_keks and has_kek)
+        if certain or version is None:
             return target
         return None if version == current_version(master_key_id) else target
 
@@ -178,14 +187,10 @@ def plan_rotation(
     older_than: str | None = None,
     new_keks: bool = False,
     dry_run: bool = False,
-    new_kms: KmsClient | None = None,
-    new_configuration: Configuration | None = None,
     table_name: str | None = None,
     aad_prefix: str | bytes | None = None,
 ) -> RotationPlan:
     """Plan a rotation; see `Keytools.rotate` for the arguments.
-
-    `new_kms` wraps the keys afterwards, and `new_configuration` names its master keys; None for the same KMS.
 
     Raises:
         ConfigurationError: There is no KMS, a master key does not exist, or the moves are not possible.
@@ -193,79 +198,51 @@ def plan_rotation(
     """
     if only_master_keys is not None:
         list_of_names("only_master_keys", only_master_keys)
-    is_other = new_kms is not None or new_configuration is not None
-    wanted = _configured_moves(keys, is_other_kms=is_other) if moves is None else moves
-    kms = keys.kms
+    configuration, kms = keys.configuration, keys.kms
+    wanted = configuration.rotation.moves if moves is None else moves
     if kms is None:
         raise ConfigurationError(
             "there are no master keys to rotate: the configuration has no KMS.",
             hint="Add a `kms:` section to the configuration.",
         )
-    if new_configuration is not None and new_kms is None:
-        # Otherwise the rotation would stay within the old KMS.
-        raise ConfigurationError(
-            "there are no master keys to move to: the other configuration has no KMS.",
-            hint="Add a `kms:` section to it.",
-        )
-    new_kms = new_kms or kms
-    if is_other and (kms.instances or new_kms.instances):
-        raise ConfigurationError(
-            "a rotation between two configurations needs one KMS in each, and one of them has several.",
-            hint="Name all KMSs in one configuration, and move master keys from one to another there.",
-        )
-    new_configuration = new_configuration or (keys.configuration if new_kms is kms else None)
+    if moves is None:
+        check_moves(configuration, kms.master_key_ids())
     identifiers = {
-        master_key_id(keys.configuration, old): master_key_id(new_configuration, new)
-        for old, new in wanted.items()
+        master_key_id(configuration, old): master_key_id(configuration, new) for old, new in wanted.items()
     }
     if len(identifiers) < len(wanted):
         raise ConfigurationError("two names of master keys to be moved mean the same one.", hint="Name it once.")
     only = None
     if only_master_keys is not None:
-        only = frozenset(master_key_id(keys.configuration, key) for key in only_master_keys)
+        only = frozenset(master_key_id(configuration, key) for key in only_master_keys)
     plan = RotationPlan(
         moves=identifiers,
         only_master_keys=only,
         older_than=older_than,
         new_keks=new_keks,
-        other_kms=new_kms is not kms,
         dry_run=dry_run,
-        instance=_instance_of(new_configuration) if new_kms is not kms else None,
         table_name=table_name,
         aad_prefix=aad_prefix,
     )
-    trust_master_keys(plan, kms, new_kms)
-    versions = MasterKeyVersions(kms, new_kms)
+    trust_master_keys(plan, kms)
+    versions = MasterKeyVersions(kms)
     _check_known(kms, versions, plan.named)
     for target in sorted(set(plan.moves.values())):
-        description = versions.describe(target, new=True)
+        description = versions.describe(target)
         if description is not None and not description.enabled:
-            backend = new_kms.parts(target)[0].backend
+            backend = kms.parts(target)[0].backend
             raise MasterKeyDisabledError(backend=backend, operation="wrap", master_key_id=target)
     check_names(plan, versions)
-    if new_kms is kms:
-        _warn_of_readers(keys, plan)
+    _warn_of_readers(keys, plan)
     return replace(plan, known_versions=versions.known)
 
 
-def _configured_moves(keys: KeyService, *, is_other_kms: bool) -> Mapping[str, str]:
-    moves = keys.configuration.rotation.moves
-    if moves and is_other_kms:
-        mistake = Mistake(("rotation", "moves"), "moves are within one KMS, but another one is given.")
-        raise keys.configuration.error_for([mistake])
-    if moves and keys.kms is not None:
-        check_moves(keys.configuration, keys.kms.master_key_ids())
-    return moves
-
-
-def master_key_id(configuration: Configuration | None, key: str) -> str:
+def master_key_id(configuration: Configuration, key: str) -> str:
     """Return the identifier of a master key, given the identifier or its name in the configuration.
 
     Raises:
         ConfigurationError: It is the name of a data key.
     """
-    if configuration is None:
-        return key
     if key in configuration.data_keys and key not in configuration.master_keys:
         raise ConfigurationError(
             f"{key!r} is a data key: a rotation changes master keys.", hint="Use rekey for new data keys."
@@ -273,17 +250,9 @@ def master_key_id(configuration: Configuration | None, key: str) -> str:
     return configuration.master_key_id(key)
 
 
-def _instance_of(configuration: Configuration | None) -> KmsInstance:
-    settings = configuration.kms if configuration is not None else None
-    if settings is None:
-        return KmsInstance()
-    return KmsInstance(settings.instance_id, getattr(settings, "instance_url", "DEFAULT"))
-
-
-def trust_master_keys(plan: RotationPlan, kms: KmsClient, new_kms: KmsClient) -> None:
+def trust_master_keys(plan: RotationPlan, kms: KmsClient) -> None:
     """Trust the master keys that the request names: the user vouches for them."""
-    kms.trust_also({*plan.moves, *(plan.only_master_keys or ())})
-    new_kms.trust_also(plan.moves.values())
+    kms.trust_also({*plan.named, *plan.moves.values()})
 
 
 def _check_known(kms: KmsClient, versions: MasterKeyVersions, master_key_ids: Collection[str]) -> None:
@@ -301,11 +270,7 @@ def _check_known(kms: KmsClient, versions: MasterKeyVersions, master_key_ids: Co
 
 
 def check_names(plan: RotationPlan, versions: MasterKeyVersions) -> None:
-    """Refuse moves that contradict each other because two names mean one master key.
-
-    Raises:
-        ConfigurationError: A master key has two targets, or is a target and is to be moved itself.
-    """
+    """Refuse moves that contradict each other because two names mean one master key."""
     for old, target in sorted(plan.moves.items()):
         other = versions.as_named(old, frozenset(plan.moves.keys() - {old}))
         if plan.moves[other] != target:
@@ -313,8 +278,7 @@ def check_names(plan: RotationPlan, versions: MasterKeyVersions) -> None:
                 f"{old!r} and {other!r} are one master key, and are to be moved to different ones.",
                 hint="Name one target for both.",
             )
-        if plan.other_kms:
-            continue
+        # A repeated run could not distinguish keys that were moved to it from keys to be moved away.
         # An alias may be moved to its own key: that only changes the stored name.
         next_one = versions.as_named(target, frozenset(plan.moves))
         if plan.moves.get(next_one, target) != target:
@@ -376,7 +340,7 @@ def rotate_data_set(path: FileLocation, rewrapping: Rewrapping, options: RunOpti
         NoParquetFilesError: The folder has no Parquet files.
     """
     report = RotationReport(dry_run=rewrapping.plan.dry_run)
-    change_data_set(path, rewrapping, report, options)
+    change_data_set(path, rewrapping.change, report, options)
     report.kms_calls = rewrapping.rewrapper.calls + rewrapping.versions.calls
     if report.dry_run:
         # Master keys were described in the dry run, too.
@@ -384,7 +348,7 @@ def rotate_data_set(path: FileLocation, rewrapping: Rewrapping, options: RunOpti
     return report
 
 
-class Rewrapping(FileChange):
+class Rewrapping:
     """Re-wraps the keys of files as planned, in batches.
 
     A rotation to a new version of the same master keys opens nothing to others, and takes every file. A move does:
@@ -394,7 +358,6 @@ class Rewrapping(FileChange):
     Args:
         keys: The keys of the configuration, which has a KMS.
         plan: What changes.
-        new_kms: The KMS that wraps the keys afterwards; None for the same one.
         rewrapper: Calls the KMS; None makes one.
     """
 
@@ -402,19 +365,16 @@ class Rewrapping(FileChange):
         self,
         keys: KeyService,
         plan: RotationPlan,
-        new_kms: KmsClient | None = None,
         rewrapper: Rewrapper | None = None,
     ) -> None:
         assert keys.kms is not None
         self.plan = plan
         self.kms = keys.kms
-        self.new_kms = new_kms or keys.kms
-        self.versions = MasterKeyVersions(keys.kms, new_kms, plan.known_versions)
-        self.rewrapper = rewrapper or Rewrapper(keys.kms, new_kms, new_keks=plan.new_keks, only_count=plan.dry_run)
+        self.versions = MasterKeyVersions(keys.kms, plan.known_versions)
+        self.rewrapper = rewrapper or Rewrapper(keys.kms, new_keks=plan.new_keks, dry_run=plan.dry_run)
         self.aad_prefix_of = prefix_of(
             keys, plan.table_name, plan.aad_prefix, opens_to_others=plan.opens_to_others
         )
-        self.identities = FileIdentities(refuses=False)
         self._data_keys = keys.data_keys
         self._table_checks: list[TableCheck] = []
         if plan.opens_to_others:
@@ -422,15 +382,10 @@ class Rewrapping(FileChange):
             # Files that an earlier run moved belong to the table, too.
             self._table_checks = [TableCheck(keys.configuration, name, moves=plan.moves.items()) for name in names]
 
-    def change(
-        self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
-    ) -> Iterator[tuple[FileLocation, FileOutcome]]:
-        """Re-wrap the keys of the next files."""
-        return _Batch(self, pool, locked_folder).rotate(read_batch(pool, locations, self._data_keys, self.kms))
-
-    def take_end(self) -> KmsUnavailableError | None:
-        """Return the last error of the KMS if it has answered nothing since the last call of this method."""
-        return self.rewrapper.take_unreachable()
+    def change(self, pool: Executor, locations: Iterator[FileLocation]) -> Outcomes:
+        """Re-wrap the keys of files, batch by batch; see `ChangeFiles`."""
+        while works := read_batch(pool, locations, self._data_keys, self.kms):
+            yield from _Batch(self, pool).rotate(works)
 
     def concerns(self, master_key_id: str) -> bool:
         """Whether keys under this master key may change, whichever of its names a file uses."""
@@ -461,19 +416,15 @@ class Rewrapping(FileChange):
 class _Batch:
     """Files for whose keys the KMS is called together."""
 
-    def __init__(self, run: Rewrapping, pool: Executor, locked_folder: str | None) -> None:
+    def __init__(self, run: Rewrapping, pool: Executor) -> None:
         self._run = run
         self._plan = run.plan
         self._pool = pool
-        self._locked_folder = locked_folder
         self._rewrapped: dict[RewrapTask, Rewrapped | KmsError] = {}
         self._unwrapped: dict[WrappedKey, SecretBytes | KmsError] = {}
-        self._lock = threading.Lock()
-        # Set when the storage is full; the remaining files are then not processed.
-        self._stopped = threading.Event()
 
-    def rotate(self, works: Sequence[BatchFile]) -> Iterator[tuple[FileLocation, FileOutcome]]:
-        """Yield the result of each file, in their order; see `FileChange.change`."""
+    def rotate(self, works: Sequence[BatchFile]) -> Outcomes:
+        """Yield the result of each file, in their order."""
         # AAD and table are checked before any key is unwrapped.
         going = list(step(self._pool, self._check, [work for work in works if work.failure is None]))
         self._ask_footers(going)
@@ -484,10 +435,10 @@ class _Batch:
         for work in works:
             if id(work) in waited_for:
                 next(finished)
-            if work.result is not None:
-                yield work.location, replace(work.result, shares_keys_with=work.shares_keys_with)
-            elif work.failure is not None:
+            if work.failure is not None:
                 yield work.location, outcome_of(work.location, work.failure)
+            elif work.result is not None:
+                yield work.location, work.result
             # Parsed footers take much memory.
             work.keys = None
 
@@ -505,8 +456,8 @@ class _Batch:
         staying = []
         for work in works:
             held = work.read_keys.footer_key
-            if held is not None and (not self._is_planned(work, held) or self._plan.dry_run):
-                staying.append((held.wrapped_key, id(held) not in work.tasks))
+            if held is not None and (not self._is_planned(held) or self._plan.dry_run):
+                staying.append(held.wrapped_key)
         self._ask_kms(works, staying)
 
     def _ask_columns(self, works: Sequence[BatchFile]) -> None:
@@ -519,29 +470,31 @@ class _Batch:
         for work in works:
             keys = work.read_keys
             for held in keys.referenced:
-                if held is keys.footer_key or self._is_planned(work, held):
+                if held is keys.footer_key or self._is_planned(held):
                     continue
                 if held.reference is not None or self._concerns(held):
-                    staying.append((held.wrapped_key, True))
-                    work.unwrapped.add(id(held))
+                    staying.append(held.wrapped_key)
+                    held.is_proven = True
         self._ask_kms(works, staying)
 
-    def _ask_kms(self, works: Sequence[BatchFile], staying: Iterable[tuple[WrappedKey, bool]]) -> None:
+    def _ask_kms(self, works: Sequence[BatchFile], staying: Iterable[WrappedKey]) -> None:
         rewrapper = self._run.rewrapper
-        tasks = dict.fromkeys(task for work in works for _, task in work.tasks.values())
-        self._rewrapped.update(rewrapper.rewrap(task for task in tasks if task not in self._rewrapped))
-        staying = [(key, is_staying) for key, is_staying in staying if key not in self._unwrapped]
+        staying = list(staying)
+        tasks = dict.fromkeys(held.task for work in works for held in work.changing if held.task is not None)
         if self._plan.dry_run:
-            rewrapper.expect_unwraps(key for key, is_staying in staying if is_staying)
-        self._unwrapped.update(rewrapper.unwrap(key for key, _ in staying))
+            # Keys of footers are unwrapped in place of being re-wrapped.
+            changing = {task.old for task in tasks}
+            rewrapper.expect([*tasks, *(key for key in staying if key not in changing)])
+        self._rewrapped.update(rewrapper.rewrap(task for task in tasks if task not in self._rewrapped))
+        self._unwrapped.update(rewrapper.unwrap(key for key in staying if key not in self._unwrapped))
 
-    def _is_planned(self, work: BatchFile, held: FileKey) -> bool:
+    def _is_planned(self, held: FileKey) -> bool:
         """Decide whether a key changes. What the file says of it is proven when it is unwrapped."""
         old = held.wrapped_key
         target = self._run.target_of(old, has_kek=held.material.double_wrapping)
         if target is None:
             return False
-        work.tasks[id(held)] = (held, RewrapTask(old, target, held.material.double_wrapping))
+        held.task = RewrapTask(old, target, held.material.double_wrapping)
         return True
 
     def _concerns(self, held: FileKey) -> bool:
@@ -555,15 +508,11 @@ class _Batch:
             keys.open(None, None)
             return
         held = keys.footer_key
-        if held is not None and id(held) in work.tasks and not self._plan.dry_run:
-            _, task = work.tasks[id(held)]
-            work.footer_dek = dek_of(held.material, value_or_raise(self._rewrapped[task]).key)
+        if held is not None and held.task is not None and not self._plan.dry_run:
+            work.footer_dek = dek_of(held.material, value_or_raise(self._rewrapped[held.task]).key)
         else:
             work.footer_dek = keys.footer_dek(self._unwrapped)
         keys.open(work.footer_dek, work.aad_prefix)
-        file_unique = keys.envelope.aad_file_unique or b""
-        other = self._run.identities.other(work.location, work.footer_dek, file_unique)
-        work.shares_keys_with = None if other is None else str(other)
         footer = keys.footer
         assert footer is not None
 
@@ -576,79 +525,59 @@ class _Batch:
     def _prove_columns(self, work: BatchFile) -> None:
         """Prove each DEK that is known by now with metadata of its column."""
         for column, held in work.read_keys.column_keys():
-            if id(held) in work.unwrapped:
+            if held.is_proven:
                 work.read_keys.prove(column, work.read_keys.dek(held, self._unwrapped))
-            elif id(held) in work.tasks and not self._plan.dry_run:
+            elif held.task is not None and not self._plan.dry_run:
                 work.read_keys.prove(column, self._new(work, held).dek)
 
     def _new(self, work: BatchFile, held: FileKey) -> NewMaterial:
-        if id(held) not in work.new:
-            _, task = work.tasks[id(held)]
-            rewrapped = value_or_raise(self._rewrapped[task])
-            written_id = self._run.new_kms.id_in_file(rewrapped.new_master_key_id, self._new_instance_id(work))
-            instance = self._plan.instance
-            if self._run.new_kms.instances:
-                instance = KmsInstance(self._run.new_kms.instance_of(rewrapped.new_master_key_id))
-            work.new[id(held)] = new_material(held.text, held.material, rewrapped, written_id, instance)
-        return work.new[id(held)]
+        if held.new is None:
+            assert held.task is not None
+            kms, master_key_id = self._run.kms, held.task.new_master_key_id
+            written_id = kms.id_in_file(master_key_id, self._new_instance_id(work))
+            instance_id = kms.instance_of(master_key_id) if kms.instances else None
+            rewrapped = value_or_raise(self._rewrapped[held.task])
+            held.new = new_material(held.text, held.material, rewrapped, written_id, instance_id)
+        return held.new
 
     def _new_instance_id(self, work: BatchFile) -> str | None:
         """Return the KMS that the footer names afterwards."""
         held = work.read_keys.footer_key
-        if held is None or id(held) not in work.tasks:
+        if held is None or held.task is None:
             return work.read_keys.instance_id
-        return self._run.new_kms.instance_of(work.tasks[id(held)][1].new_master_key_id)
+        return self._run.kms.instance_of(held.task.new_master_key_id)
 
-    def _new_texts(self, work: BatchFile) -> dict[int, str]:
-        """Return id -> new key material of the keys that change.
+    def _new_texts(self, work: BatchFile) -> dict[FileKey, str]:
+        """Return the new key material of the keys that change.
 
         Keys that stay may have to be named in another way: their identifiers begin with the name of their KMS
         where it is not the KMS of the footer.
         """
-        texts = {id(held): self._new(work, held).text for held, _ in work.tasks.values()}
-        if self._run.new_kms.instances and not self._plan.other_kms:
+        texts = {held: self._new(work, held).text for held in work.changing}
+        if self._run.kms.instances:
             instance_id = self._new_instance_id(work)
             for held in work.read_keys.referenced:
-                written_id = self._run.new_kms.id_in_file(held.material.master_key_id, instance_id)
-                if id(held) not in texts and (text := renamed_material(held.text, written_id)) is not None:
-                    texts[id(held)] = text
+                written_id = self._run.kms.id_in_file(held.material.master_key_id, instance_id)
+                if held not in texts and (text := renamed_material(held.text, written_id)) is not None:
+                    texts[held] = text
         return texts
 
     # --- files ---
 
     def _finish(self, work: BatchFile) -> None:
-        if self._stopped.is_set():
-            return
-        try:
-            self._prove_columns(work)
-            self._replace(work)
-        except (KeytoolsError, OSError) as error:
-            failure = storage_failure(error, work.location)
-            if failure is None:
-                raise
-            with self._lock:
-                is_first = not self._stopped.is_set()
-                self._stopped.set()
-            if is_first:
-                # Other files would fail in the same way, and count as not processed.
-                raise failure from None
+        self._prove_columns(work)
+        self._replace(work)
 
     def _replace(self, work: BatchFile) -> None:
         """Replace all keys of a file that change, or none."""
-        path, keys, plan = str(work.location), work.read_keys, self._plan
-        staying = len(keys.referenced) > len(work.tasks)
-        self._leave_moved_before(work)
+        path, keys = str(work.location), work.read_keys
         dropped = self._dropped(work)
-        if not work.tasks and not dropped:
+        changing = work.changing
+        if not changing and not dropped:
             work.result = self._unchanged(work)
             return
-        if work.tasks and plan.other_kms and staying:
-            raise OutputError(
-                f"{path}: some keys would move to the other KMS and some would stay: no reader could open it.",
-                hint="Do not select keys.",
-            )
-        moves_footer = plan.other_kms or self._new_instance_id(work) != keys.instance_id
-        if moves_footer and len({held.reference is None for held, _ in work.tasks.values()}) > 1:
+        moves_footer = self._run.kms.instances and self._new_instance_id(work) != keys.instance_id
+        if moves_footer and len({held.reference is None for held in changing}) > 1:
             # After a crash between the two, either KMS would have some of the keys.
             raise OutputError(
                 f"{path}: some of its keys are in the footer, and some in the key material file. Two files cannot "
@@ -656,10 +585,10 @@ class _Batch:
                 hint="Re-encrypt it with `rekey --in-place`, and repeat the rotation.",
             )
         changes, how = self._changes(work), _dropped_text(dropped)
-        if plan.dry_run:
+        if self._plan.dry_run:
             work.result = FileRotation(path, RotationOutcome.WOULD_ROTATE, changes, how)
             return
-        texts = self._new_texts(work) if work.tasks else {}
+        texts = self._new_texts(work) if changing else {}
         done = [*self._replace_external(work, texts, dropped), *self._replace_tail(work, texts)]
         work.result = FileRotation(
             path,
@@ -669,13 +598,6 @@ class _Batch:
             sum(part.bytes_written for part in done),
             sum(part.bytes_copied for part in done),
         )
-
-    def _leave_moved_before(self, work: BatchFile) -> None:
-        """Leave keys as they are that an earlier run, which was interrupted, moved to the other KMS."""
-        for held, task in list(work.tasks.values()):
-            outcome = self._rewrapped.get(task)
-            if isinstance(outcome, Rewrapped) and outcome.was_there:
-                del work.tasks[id(held)]
 
     def _dropped(self, work: BatchFile) -> frozenset[str]:
         """Return the entries of the key material file to drop, because the footer does not refer to them.
@@ -700,13 +622,13 @@ class _Batch:
         return FileRotation(path, outcome, how=why)
 
     def _replace_external(
-        self, work: BatchFile, new_texts: Mapping[int, str], dropped: frozenset[str]
+        self, work: BatchFile, new_texts: Mapping[FileKey, str], dropped: frozenset[str]
     ) -> Iterator[ReplacedTail]:
         keys = work.read_keys
         texts = {
-            held.reference: new_texts[id(held)]
+            held.reference: new_texts[held]
             for held in keys.referenced
-            if held.reference is not None and id(held) in new_texts
+            if held.reference is not None and held in new_texts
         }
         if keys.external is None or not (texts or dropped):
             return
@@ -716,16 +638,15 @@ class _Batch:
             keys.external.content,
             new,
             lambda: check_unchanged(keys.location, keys.tail),
-            locked_folder=self._locked_folder,
         )
         yield ReplacedTail("new key material file", len(new), 0)
 
-    def _replace_tail(self, work: BatchFile, new_texts: Mapping[int, str]) -> Iterator[ReplacedTail]:
+    def _replace_tail(self, work: BatchFile, new_texts: Mapping[FileKey, str]) -> Iterator[ReplacedTail]:
         keys, footer, dek = work.read_keys, work.read_keys.footer, work.footer_dek
         metadata = {
-            held.text: new_texts[id(held)].encode()
+            held.text: new_texts[held].encode()
             for held in keys.referenced
-            if held.reference is None and isinstance(held.text, bytes) and id(held) in new_texts
+            if held.reference is None and isinstance(held.text, bytes) and held in new_texts
         }
         if not metadata:
             return
@@ -737,19 +658,19 @@ class _Batch:
             tail,
             new,
             lambda source: check_new_tail(source, tail.offset, new, dek, work.aad_prefix, footer, metadata),
-            locked_folder=self._locked_folder,
         )
 
     def _changes(self, work: BatchFile) -> tuple[KeyChange, ...]:
         """Count the keys of a file by their changes."""
         versions = self._run.versions
         counts: Counter[tuple[str, str, str | None, str | None]] = Counter()
-        for _, task in work.tasks.values():
+        for task in (held.task for held in work.changing):
+            assert task is not None
             outcome = self._rewrapped.get(task)
             if isinstance(outcome, Rewrapped):
-                new_version = versions.of(WrappedKey(task.new_master_key_id, outcome.wrapped_key), new=True)
+                new_version = versions.of(WrappedKey(task.new_master_key_id, outcome.wrapped_key))
             else:
-                new_version = versions.current(task.new_master_key_id, new=True)
+                new_version = versions.current(task.new_master_key_id)
             counts[task.old.master_key_id, task.new_master_key_id, versions.of(task.old), new_version] += 1
         changes = [KeyChange(*names, number) for names, number in counts.items()]
         return tuple(sorted(changes, key=lambda change: (change.master_key_id, change.version or "")))
@@ -760,3 +681,312 @@ def _dropped_text(dropped: frozenset[str]) -> str:
         return ""
     number = "1 entry" if len(dropped) == 1 else f"{len(dropped)} entries"
     return f"{number} of the key material file dropped that its footer does not refer to"
+
+
+# --- a new tail ---
+
+
+def footer_of(tail: bytes) -> bytes:
+    """Return a tail without length and magic."""
+    return tail[:-TRAILER_LENGTH]
+
+
+def new_tail(tail: Tail, footer: Footer, new_key_metadata: Mapping[bytes, bytes]) -> bytes:
+    """Return a tail with key metadata replaced; all other fields stay as they are.
+
+    The footer's DEK encrypts or signs once more, with a fresh nonce. Rotations stay far below the limit of 2**32
+    invocations (spec 4.1.4), so they are not counted.
+
+    Args:
+        tail: The tail as it was read.
+        footer: Its footer, authenticated. It is not changed: `check_new_tail` compares with it.
+        new_key_metadata: Old key metadata -> new.
+    """
+    assert footer.cipher is not None
+    known: dict[bytes, bytes] = {}
+
+    def changed(crypto: bytes) -> bytes:
+        # Usually the same in every row group.
+        if crypto not in known:
+            read, _ = ColumnCryptoMetaData.read(crypto)
+            column = read.encryption_with_column_key
+            if column is not None:
+                column.key_metadata = _replaced(column.key_metadata, new_key_metadata)
+            known[crypto] = read.serialise()
+        return known[crypto]
+
+    metadata = footer.metadata.shallow_copy()
+    metadata.row_groups = [
+        row_group.with_chunks(
+            [
+                None if crypto is None else b"".join((before, changed(crypto), after))
+                for before, crypto, after in row_group.cut_chunks()
+            ]
+        )
+        for row_group in footer.row_groups
+    ]
+    if footer.mode is FooterMode.ENCRYPTED_FOOTER:
+        crypto_metadata, _ = FileCryptoMetaData.read(footer_of(tail.data))
+        crypto_metadata.key_metadata = _replaced(crypto_metadata.key_metadata, new_key_metadata)
+        module = footer.cipher.encrypt(metadata.serialise(), FOOTER_PLACE)
+        return with_trailer(crypto_metadata.serialise() + module, MAGIC_ENCRYPTED_FOOTER)
+    metadata.footer_signing_key_metadata = _replaced(metadata.footer_signing_key_metadata, new_key_metadata)
+    return with_trailer(footer.cipher.signed(metadata.serialise()), MAGIC)
+
+
+def _replaced(key_metadata: bytes | None, new: Mapping[bytes, bytes]) -> bytes | None:
+    return None if key_metadata is None else new.get(key_metadata, key_metadata)
+
+
+# --- checks of a new file, before it replaces the old one ---
+
+
+REFUSED_HINT = (
+    "The file is as it was: it was changed while it was rotated, or this is a fault of parquet-keytools. Check it "
+    "with `verify`, and rotate it again. If it conforms and is refused again, report that with this message."
+)
+
+
+@contextlib.contextmanager
+def proving(what: str, path: str) -> Iterator[None]:
+    """Read new bytes as a reader does.
+
+    Args:
+        what: What they are, for people.
+        path: The file.
+    """
+    try:
+        yield
+    except (FileChangedError, OutputError):
+        raise
+    except KeytoolsError as error:
+        # Its hint is for readers of the file, which is as it was.
+        reason = str(error).removesuffix(error.hint).removeprefix(f"{path}: ").rstrip(" .")
+        raise OutputError(f"{path}: {what} cannot be read: {reason}.", hint=REFUSED_HINT) from error
+
+
+def check_new_tail(
+    source: ByteSource,
+    offset: int,
+    tail: bytes,
+    footer_dek: SecretBytes,
+    aad_prefix: AadPrefix,
+    old: Footer,
+    new_key_metadata: Mapping[bytes, bytes],
+) -> None:
+    """Read a file with a new tail as a reader does, and compare its footer with the old one.
+
+    Args:
+        source: The file.
+        offset: Where the tail begins.
+        tail: What was written there.
+        footer_dek: The DEK that the new key material leads to.
+        aad_prefix: The expected AAD prefix.
+        old: The old footer. What `new_tail` made of it is no proof.
+        new_key_metadata: As for `new_tail`.
+    """
+    check_read_back(source, offset, tail)
+    with proving("the new footer", source.path):
+        new = read_envelope(source).open(footer_dek, aad_prefix)
+    if _content(new, {}) != _content(old, new_key_metadata):
+        raise OutputError(f"{source.path}: the new footer is not that of the file.", hint=REFUSED_HINT)
+
+
+def check_read_back(source: ByteSource, offset: int, written: bytes) -> None:
+    """Raise `OutputError` if a file does not end, from an offset on, with what was written there."""
+    if not ends_with(source, offset, written):
+        raise OutputError(f"{source.path}: what was written does not read back.", hint="Check the disk.")
+
+
+def _content(footer: Footer, new_key_metadata: Mapping[bytes, bytes]) -> tuple[object, ...]:
+    """Return all that a footer says, with key metadata replaced."""
+    replaced = [FileMetaData.row_groups.field_id]
+    crypto_metadata: dict[int, Entry] = {}
+    if footer.mode is FooterMode.PLAINTEXT_FOOTER:
+        replaced.append(FileMetaData.footer_signing_key_metadata.field_id)
+    else:
+        read, _ = FileCryptoMetaData.read(footer_of(footer.envelope.tail))
+        crypto_metadata = _without(read, FileCryptoMetaData.key_metadata.field_id)
+    known: dict[bytes | None, object] = {None: None}
+
+    def of_crypto(crypto: bytes | None) -> object:
+        if crypto not in known:
+            known[crypto] = _content_of_crypto(crypto, new_key_metadata)
+        return known[crypto]
+
+    return (
+        footer.mode,
+        footer.file_aad,
+        _replaced(footer.key_metadata, new_key_metadata),
+        crypto_metadata,
+        _without(footer.metadata, *replaced),
+        [
+            (
+                _without(row_group, RowGroup.columns.field_id),
+                [(before, of_crypto(crypto), after) for before, crypto, after in row_group.cut_chunks()],
+            )
+            for row_group in footer.row_groups
+        ],
+    )
+
+
+def _content_of_crypto(crypto: bytes | None, new_key_metadata: Mapping[bytes, bytes]) -> object:
+    assert crypto is not None
+    read, _ = ColumnCryptoMetaData.read(crypto)
+    column = read.encryption_with_column_key
+    if column is None:
+        return _without(read)
+    return (
+        _without(read, ColumnCryptoMetaData.encryption_with_column_key.field_id),
+        _without(column, EncryptionWithColumnKey.key_metadata.field_id),
+        _replaced(column.key_metadata, new_key_metadata),
+    )
+
+
+def _without(record: Record, *field_ids: int) -> dict[int, Entry]:
+    return {field_id: entry for field_id, entry in record.struct.fields.items() if field_id not in field_ids}
+
+
+# --- new bytes put in place ---
+
+
+CheckWritten = Callable[[ByteSource], None]
+"""Raises an error if a file was not written as intended; called before it replaces the old file."""
+
+COPY_LENGTH = 8 * 1024 * 1024
+"""How many bytes are copied at a time if they go through this process."""
+
+
+@dataclass(frozen=True)
+class ReplacedTail:
+    """How a tail was replaced.
+
+    Attributes:
+        how: For people.
+        bytes_written: Bytes that went through this process.
+        bytes_copied: Bytes that the operating system or the store copied.
+    """
+
+    how: str
+    bytes_written: int
+    bytes_copied: int
+
+
+def replace_tail(location: FileLocation, tail: Tail, new: bytes, check: CheckWritten) -> ReplacedTail:
+    """Give a file a new tail."""
+    reason = why_unconditional(location)
+    if reason is None:
+        from parquet_keytools.rotation.s3_replacement import replace_object_tail
+
+        return ReplacedTail(*replace_object_tail(location, tail, new, check))
+    with replacement(location, lambda: check_unchanged(location, tail)) as pending:
+        with pending.open_sink() as sink:
+            if location.is_local:
+                assert isinstance(sink, LocalSink)
+                with Path(location.path).open("rb") as opened:
+                    how = copy_beginning(opened.fileno(), sink.file_descriptor, tail.offset)
+            else:
+                how = None
+                sink.reserve(tail.offset + len(new))
+                with open_source(location) as source:
+                    for offset in range(0, tail.offset, COPY_LENGTH):
+                        sink.write_at(offset, source.read_at(offset, min(COPY_LENGTH, tail.offset - offset)))
+            sink.write_at(tail.offset, new)
+        with pending.open_written() as written:
+            check(written)
+    by_hand = 0 if how == COPIED_IN_KERNEL else tail.offset
+    text = f"new tail, data {how}" if how is not None else f"rewritten whole{f'; {reason}' if reason else ''}"
+    return ReplacedTail(text, len(new) + by_hand, tail.offset - by_hand)
+
+
+def why_unconditional(location: FileLocation) -> str | None:
+    """Return why a file cannot be replaced on a condition, its data copied by the store; None if it can.
+
+    Returns:
+        The reason for people if the file is in S3; else an empty text.
+    """
+    if not location.is_in_s3:
+        return ""
+    if importlib.util.find_spec("boto3") is None:
+        return "with the extra `aws` the store would copy the data"
+    from parquet_keytools.rotation.s3_replacement import can_reach
+
+    if can_reach(location.filesystem):
+        return None
+    return "with access keys, and no role that Arrow assumes, the store would copy the data"
+
+
+COPIED_IN_KERNEL = "copied in the kernel"
+COPIED = "copied"
+
+_UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ETXTBSY)
+"""Errors of a file system whose files the kernel cannot copy; all others are errors of the disk."""
+
+
+def copy_beginning(source: int, target: int, length: int) -> str:
+    """Copy the first `length` bytes of a file into an empty one.
+
+    Returns:
+        How they were copied.
+    """
+    copied = _copy_in_kernel(source, target, length)
+    if copied == length:
+        return COPIED_IN_KERNEL
+    while copied < length:
+        data = operating_system.read_at(source, min(COPY_LENGTH, length - copied), copied)
+        if not data:
+            raise ChangedMeanwhileError("the file became shorter while it was copied.", hint="Try again.")
+        view = memoryview(data)
+        while view:
+            written = operating_system.write_at(target, view, copied)
+            copied += written
+            view = view[written:]
+    return COPIED
+
+
+def _copy_in_kernel(source: int, target: int, length: int) -> int:
+    """Return how many bytes the kernel copied, or shared between the files; fewer than all if it cannot go on."""
+    copied = 0
+    if sys.platform != "linux" or not hasattr(os, "copy_file_range"):
+        return copied
+    while copied < length:
+        try:
+            # At most about 2 GiB at a time, and possibly less.
+            count = os.copy_file_range(source, target, length - copied, copied, copied)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                break
+            raise
+        if count == 0:
+            break  # Some file systems return 0 if they do not support it; the copy by hand finds the end.
+        copied += count
+    return copied
+
+
+def replace_external_material(
+    location: FileLocation,
+    old: bytes,
+    new: bytes,
+    check_parquet_file: Callable[[], None],
+) -> None:
+    """Replace a key material file."""
+
+    def check() -> None:
+        try:
+            check_parquet_file()
+            if read_whole(location, MAX_FILE_BYTES) == old:
+                return
+        except FileNotFoundError:
+            pass
+        raise changed_while_rotated(location)
+
+    if why_unconditional(location) is None:
+        from parquet_keytools.rotation.s3_replacement import replace_object
+
+        replace_object(location, new, check)
+        return
+    with replacement(location, check) as pending:
+        with pending.open_sink() as sink:
+            sink.write_at(0, new)
+        with pending.open_written() as written:
+            check_read_back(written, 0, new)

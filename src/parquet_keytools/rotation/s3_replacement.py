@@ -28,7 +28,6 @@ from parquet_keytools.errors import OutputError
 from parquet_keytools.format.file_layout import ByteSource, HeldSource
 from parquet_keytools.rotation.file_keys import Tail, changed_while_rotated, check_unchanged
 from parquet_keytools.runtime.threads_and_forks import in_threads
-from parquet_keytools.storage.local_files import warn_left_behind
 from parquet_keytools.storage.locations import FileLocation, open_source
 
 # --- A boto3 client with the options and permissions of one of Arrow's S3 file systems ---
@@ -43,7 +42,8 @@ def can_reach(filesystem: pafs.S3FileSystem) -> bool:
     """Return whether a client can have the same permissions as a file system."""
     given = _options(filesystem)
     # Arrow does not show the credentials of an assumed role, and the keys of SSE-C.
-    return not (given["anonymous"] or given["role_arn"] or given.get("sse_customer_key"))
+    proxy = given["proxy_options"] and given["proxy_options"]["host"]
+    return not (given["anonymous"] or given["role_arn"] or proxy or given.get("sse_customer_key"))
 
 
 def client_of(filesystem: pafs.S3FileSystem) -> Any:
@@ -69,12 +69,9 @@ def _client(pickled: bytes, _process_id: int) -> Any:
     endpoint = given["endpoint_override"]
     if endpoint and "://" not in endpoint:
         endpoint = f"{given['scheme']}://{endpoint}"
-    timeouts = {
-        name: given[theirs]
-        for name, theirs in (("connect_timeout", "connect_timeout"), ("read_timeout", "request_timeout"))
-        # Copying gigabytes inside the store takes longer than a read, so no less than the default.
-        if given[theirs] > 60 or (name == "connect_timeout" and given[theirs] > 0)
-    }
+    style: Literal["virtual", "path", "auto"] = "path" if endpoint else "auto"
+    if given["force_virtual_addressing"]:
+        style = "virtual"
     return session.client(
         "s3",
         endpoint_url=endpoint or None,
@@ -83,30 +80,14 @@ def _client(pickled: bytes, _process_id: int) -> Any:
             max_pool_connections=4 * CONCURRENT_PARTS,
             retries={"mode": "standard", "total_max_attempts": _TRIES},
             # As Arrow does.
-            s3={"addressing_style": _addressing_style(given)},
+            s3={"addressing_style": style},
             # Every store knows Content-MD5, which is sent with each write, but not the newer checksums.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             # Arrow does not use proxies of the environment.
-            proxies=_proxies(given),
-            **timeouts,
+            proxies={},
         ),
     )
-
-
-def _addressing_style(given: dict[str, Any]) -> Literal["virtual", "path", "auto"]:
-    if given["force_virtual_addressing"]:
-        return "virtual"
-    return "path" if given["endpoint_override"] else "auto"
-
-
-def _proxies(given: dict[str, Any]) -> dict[str, str]:
-    proxy = given["proxy_options"]
-    if not proxy or not proxy["host"]:
-        return {}
-    user = f"{proxy['username']}:{proxy['password']}@" if proxy["username"] else ""
-    address = f"{proxy['scheme']}://{user}{proxy['host']}:{proxy['port']}"
-    return {"http": address, "https": address}
 
 
 # --- Objects ---
@@ -173,13 +154,7 @@ def replace_object_tail(
 
 
 def replace_object(location: FileLocation, new: bytes, check: Callable[[], None]) -> None:
-    """Replace a small object.
-
-    Raises:
-        ChangedMeanwhileError: It is gone, or changed after `check`.
-        KeytoolsError: Any error of `check`.
-        OutputError: The store refuses.
-    """
+    """Replace a small object."""
     found = find_object(location)
     # After the object was found: the check sees the object of the condition, or a newer one.
     check()
@@ -211,12 +186,7 @@ class S3Object:
 
 
 def find_object(location: FileLocation) -> S3Object:
-    """Find an object.
-
-    Raises:
-        ChangedMeanwhileError: It is gone.
-        OutputError: The store refuses, or does not show its tags, which would be lost.
-    """
+    """Find an object."""
     assert isinstance(location.filesystem, pafs.S3FileSystem)
     client, place = client_of(location.filesystem), _place(location)
     with _raising_ours(location):
@@ -228,12 +198,7 @@ def find_object(location: FileLocation) -> S3Object:
 
 
 def read_object(found: S3Object, start: int, end: int) -> bytes:
-    """Read a range of an object.
-
-    Raises:
-        ChangedMeanwhileError: It is no longer the object that was found.
-        OutputError: The store refuses.
-    """
+    """Read a range of an object."""
     if start == end:
         return b""
     with _raising_ours(found.location):
@@ -245,12 +210,7 @@ def read_object(found: S3Object, start: int, end: int) -> bytes:
 
 
 def put_object(found: S3Object, data: bytes) -> None:
-    """Replace an object.
-
-    Raises:
-        ChangedMeanwhileError: It is no longer the object that was found.
-        OutputError: The store refuses.
-    """
+    """Replace an object."""
     with _raising_ours(found.location):
         _replace_if_unchanged(
             found, found.client.put_object, Body=data, ContentMD5=_md5(data), **found.place, **found.headers
@@ -265,10 +225,6 @@ def put_beginning_and(found: S3Object, beginning: int, data: bytes, check: Calla
         beginning: How many bytes the store copies; `LEAST_PART_BYTES` or more.
         data: The new end.
         check: Called after all uploads, before the new object replaces the old one.
-
-    Raises:
-        ChangedMeanwhileError: It is no longer the object that was found.
-        OutputError: The store refuses.
     """
     client, place = found.client, found.place
     bounds = _part_bounds(beginning)
@@ -385,6 +341,6 @@ def _end_upload(client: Any, bucket: str, key: str, upload_id: str) -> None:
         client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
         if "NoSuchUpload" not in str(error):
-            warn_left_behind(
-                _log, f"the unfinished upload {upload_id} of {bucket}/{key} is left over, and cannot be ended"
+            _log.warning(
+                "the unfinished upload %s of %s/%s is left over, and cannot be ended", upload_id, bucket, key
             )

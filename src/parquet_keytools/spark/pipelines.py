@@ -565,7 +565,6 @@ def rotate(
     older_than: str | None = None,
     new_keks: bool = False,
     dry_run: bool = False,
-    to: Configuration | PathLike | None = None,
     table_name: str | None = None,
     aad_prefix: str | bytes | None = None,
     file_on_nodes: str | None = None,
@@ -576,7 +575,7 @@ def rotate(
 
     First, tasks open all files as in a dry run. Then the driver has the KMS re-wrap each distinct wrapped key
     once, and tasks write the new wrapped keys into the files, where they are proven by what they unwrap to. With
-    `new_keks` or `to` there is no first pass: each Python worker makes fresh KEKs of its own.
+    `new_keks` there is no first pass: each Python worker makes fresh KEKs of its own.
 
     After an interruption, call it again in the same way: files whose keys show that they are current stay as
     they are. Where the KMS hides versions, and with `new_keks`, all keys are re-wrapped again.
@@ -588,10 +587,9 @@ def rotate(
         moves: Old master key -> the one that takes its place; names of the configuration, or identifiers. None
             takes those of the configuration.
         only_master_keys: The master keys that are rotated.
-        older_than: Only keys that an older version wrapped, or one that nobody can tell.
+        older_than: Only keys that an older version wrapped, or an unknown version.
         new_keks: Make fresh KEKs, as after a leak of one.
         dry_run: Change nothing; the rows say what would change.
-        to: The configuration of another KMS, whose master keys wrap from now on.
         table_name: Table of the files, for an AAD prefix that they do not store.
         aad_prefix: The AAD prefix that they must have.
         file_on_nodes: See `encrypt`.
@@ -603,8 +601,7 @@ def rotate(
         ConfigurationError: There is no KMS, or the moves are not possible, or an executor lacks something.
         KmsError: A master key to move to cannot be used, or the KMS answers nothing.
     """
-    with Job(spark, path, configuration, to, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
-        new_kms = job.new_keys.kms if to is not None else None
+    with Job(spark, path, configuration, None, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         plan = plan_rotation(
             job.keys,
             moves=moves,
@@ -612,8 +609,6 @@ def rotate(
             older_than=older_than,
             new_keks=new_keks,
             dry_run=dry_run,
-            new_kms=new_kms,
-            new_configuration=job.new_configuration,
             table_name=table_name,
             aad_prefix=aad_prefix,
         )
@@ -621,10 +616,10 @@ def rotate(
         report = _Report(job)
         report.add(others)
         given: _Given = {}
-        if dry_run or not (new_keks or plan.other_kms):
+        if dry_run or not new_keks:
             left: list[NamedFile] = []
             wanted: set[RewrapTask] = set()
-            find = partial(_rotate, plan=replace(plan, dry_run=True), given=given)
+            find = partial(_find_keys, plan=replace(plan, dry_run=True))
             for file, outcome in job.map_files(f"open the files of {job.root}", find, files):
                 if not dry_run and outcome.outcome == RotationOutcome.WOULD_ROTATE.value:
                     left.append(file)
@@ -665,7 +660,9 @@ def _rewrapped(kms: KmsClient, wanted: Collection[RewrapTask]) -> _Given:
 class _Recorder(Rewrapper):
     """Notes what was to be re-wrapped for a file."""
 
-    wanted: set[RewrapTask]
+    def __init__(self, kms: KmsClient, *, new_keks: bool) -> None:
+        super().__init__(kms, new_keks=new_keks, dry_run=True)
+        self.wanted: set[RewrapTask] = set()
 
     def rewrap(self, wanted: Iterable[RewrapTask]) -> dict[RewrapTask, Rewrapped | KmsError]:
         tasks = list(wanted)
@@ -673,22 +670,24 @@ class _Recorder(Rewrapper):
         return super().rewrap(tasks)
 
 
+def _find_keys(worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan) -> Outcome:
+    """Open a file as in a dry run; the outcome has the keys to re-wrap, which count if the file would rotate."""
+    kms = _trusting_client(worker, plan)
+    recorder = worker.keep("recorder", lambda: _Recorder(kms, new_keks=plan.new_keks))
+    rewrapping = worker.keep("dry run", lambda: Rewrapping(worker.keys, plan, recorder))
+    recorder.wanted = set()
+    result = _result_of(rotate_data_set(location, rewrapping, RunOptions()))
+    return replace(_of_rotation(result, file), other=recorder.wanted)
+
+
 def _rotate(
     worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan, given: _Given
 ) -> Outcome:
-    """Write new wrapped keys into a file; in a dry run, return the keys to re-wrap with the outcome."""
-    kms, new_kms = worker.keys.kms, worker.new_keys.kms
-    assert kms is not None and new_kms is not None
-    trust_master_keys(plan, kms, new_kms)
-    dry = plan.dry_run
-    rewrapper = worker.keep(
-        f"rewrapper {dry}",
-        lambda: _Recorder(kms, new_kms, new_keks=plan.new_keks, only_count=dry, given=given),
-    )
-    rewrapping = worker.keep(f"rotation {dry}", lambda: Rewrapping(worker.keys, plan, new_kms, rewrapper))
-    rewrapper.wanted = set()
-    result = _result_of(rotate_data_set(location, rewrapping, RunOptions()))
-    return replace(_of_rotation(result, file), other=rewrapper.wanted if dry else None)
+    """Write new wrapped keys into a file; a file that has them already stays as it is."""
+    kms = _trusting_client(worker, plan)
+    rewrapper = worker.keep("rewrapper", lambda: Rewrapper(kms, new_keks=plan.new_keks, given=given))
+    rewrapping = worker.keep("rotation", lambda: Rewrapping(worker.keys, plan, rewrapper))
+    return _of_rotation(_result_of(rotate_data_set(location, rewrapping, RunOptions())), file)
 
 
 def _result_of(report: RotationReport) -> FileRotation:
@@ -697,6 +696,13 @@ def _result_of(report: RotationReport) -> FileRotation:
         raise report.stopped_by
     (result,) = report.files
     return result
+
+
+def _trusting_client(worker: Worker, plan: RotationPlan) -> KmsClient:
+    kms = worker.keys.kms
+    assert kms is not None
+    trust_master_keys(plan, kms)
+    return kms
 
 
 def _of_rotation(result: FileRotation, file: NamedFile | None = None) -> Outcome:

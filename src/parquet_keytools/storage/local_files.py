@@ -16,7 +16,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Self
@@ -39,10 +39,6 @@ _HINTS = {
     errno.ENFILE: "Close other programs, or raise the system's limit of open files, then repeat the command.",
     errno.ENOMEM: "Free memory, then repeat the command.",
 }
-
-_listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar(
-    "parquet_keytools_left_behind", default=None
-)
 
 
 def storage_failure(error: BaseException, path: object) -> StorageFailedError | None:
@@ -98,25 +94,6 @@ def refuse_in_child(owner: OwnerProcess, target: object) -> None:
             f"{target} is not written by this process: the one from which it was forked has opened it.",
             hint="Open files in the process that writes them.",
         )
-
-
-@contextlib.contextmanager
-def naming_left_behind(listener: Callable[[str], None]) -> Iterator[None]:
-    """Report files left behind within the block, also by threads that run in a copy of its context."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
-
-
-def warn_left_behind(log: logging.Logger, text: str, *, is_logged: bool = True) -> None:
-    """Report a file left behind: what it is, why it stays, and what to do; also in the log if `is_logged`."""
-    if is_logged:
-        log.warning("%s", text)
-    listener = _listener.get()
-    if listener is not None:
-        listener(text)
 
 
 # --- folders, and attributes of files ---
@@ -338,19 +315,34 @@ LOCK_NAME = ".parquet-keytools.lock"
 _LOCK_NAME = re.compile(r"\.parquet-keytools(\.[0-9]+)?\.lock")
 _POLL_SECONDS = 0.1
 
+_held: contextvars.ContextVar[str | None] = contextvars.ContextVar("parquet_keytools_locked_folder", default=None)
+"""The folder that this context has locked."""
+
 
 @contextlib.contextmanager
 def exclusive_folder(target: FileLocation) -> Iterator[None]:
     """Lock the folder of a local file against other users of this function, while files in it are replaced.
 
+    The same context, and threads that run in a copy of it, may lock the folder again.
+
     Raises:
         OutputError: The lock cannot be trusted, or belongs to another user.
         OSError: The file system failed.
     """
-    if not target.is_local:
+    path = str(PurePosixPath(target.path).parent)
+    if not target.is_local or _held.get() == path:
         yield
         return
-    path = str(PurePosixPath(target.path).parent)
+    token = _held.set(path)
+    try:
+        with _folder_locked(path):
+            yield
+    finally:
+        _held.reset(token)
+
+
+@contextlib.contextmanager
+def _folder_locked(path: str) -> Iterator[None]:
     if not operating_system.POSIX:
         with operating_system.locked_path(f"{path}/{LOCK_NAME}"):
             yield

@@ -36,7 +36,6 @@ from parquet_keytools.storage.local_files import (
     remove_leftovers,
     take_attributes,
     temporary_name,
-    warn_left_behind,
 )
 from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation, fsspec_of, open_source
 
@@ -667,8 +666,7 @@ def remove_object(location: FileLocation) -> None:
     except FileNotFoundError:
         pass
     except OSError:
-        text = f"{location} is a leftover temporary object and cannot be removed: remove it"
-        warn_left_behind(_log, text)
+        _log.warning("%s is a leftover temporary object and cannot be removed: remove it", location)
 
 
 def _age_seconds(info: pafs.FileInfo) -> float:

@@ -114,12 +114,12 @@ def test_the_record_of_a_killed_run_shows_what_it_found(run, keystore_case, tmp_
     arguments = ("erase", case.data, "--config", case.config, *WHERE, "--processes", 1, "--record")
     original, planned, done_files = rewrite._Rewriting.rewrite, [], []
 
-    def killed_before_the_second(self, location, locked_folder):
+    def killed_before_the_second(self, location):
         if done_files:
             planned.append(record.read_bytes())
             raise KilledError
         done_files.append(location)
-        return original(self, location, locked_folder)
+        return original(self, location)
 
     monkeypatch.setattr(rewrite._Rewriting, "rewrite", killed_before_the_second)
     with pytest.raises(KilledError):

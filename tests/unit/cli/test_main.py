@@ -87,7 +87,6 @@ FILE_OPTIONS = ["SRC", "DST", "--config", "--table", "--overwrite", "--json"]
                 "--config",
                 "--from",
                 "--to",
-                "--to-config",
                 "--only-master-key",
                 "--older-than",
                 "--new-keks",

@@ -1,5 +1,4 @@
 import json
-import logging
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,8 +7,7 @@ import pytest
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import TableMismatchError
-from parquet_keytools.rotation import rekeying, rotate
-from parquet_keytools.storage.local_files import warn_left_behind
+from parquet_keytools.rotation import rotate
 
 
 def test_the_old_version_is_needed_no_more(run, keystore_case) -> None:
@@ -86,16 +84,6 @@ def test_selection(run, keystore_case) -> None:
     document = json.loads(run(*arguments, "--new-keks").stdout)
     assert [(key["master_key_id"], key["version"]) for key in document["keys"]] == [("footer", "1"), ("pii", "2")]
     case.read()
-
-
-def test_to_another_kms(run, keystore_case, config: Path) -> None:
-    case = keystore_case()
-    assert run("rotate", case.data, "--config", case.config, "--to-config", config).exit_code == 0
-    for name in ("footer", "pii"):
-        case.keystore.set_enabled(name, False)
-    with Keytools.from_yaml(config) as keytools:
-        for path in case.files:
-            assert keytools.read_table(path).equals(case.table)
 
 
 def test_what_the_configuration_says(run, keystore_case) -> None:
@@ -186,27 +174,6 @@ def test_no_warning_of_a_move_that_the_configuration_knows(
     case.read()
 
 
-@pytest.mark.parametrize("command", ["rotate", "rekey"])
-def test_what_is_left_behind_is_named(run, keystore_case, monkeypatch, command: str) -> None:
-    """It is found where files are replaced, which other threads do."""
-    case = keystore_case()
-    case.keystore.rotate_key("pii")
-    module, name = (rotate, "replace_tail") if command == "rotate" else (rekeying, "check_rekeyed")
-    original = getattr(module, name)
-
-    def leaving(*arguments, **options):
-        warn_left_behind(logging.getLogger("test"), "an upload of s3://b/x stays")
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(module, name, leaving)
-    options = ["--in-place"] if command == "rekey" else []
-    done = run(command, case.data, "--config", case.config, *options, "--json")
-    assert done.exit_code == 0
-    # Once, not for each file.
-    assert json.loads(done.stdout)["left_behind"] == ["an upload of s3://b/x stays"]
-    assert done.stderr.count("Left behind: an upload of s3://b/x stays.") == 1
-
-
 def test_a_kms_that_refuses_is_3(run, keystore_case) -> None:
     case = keystore_case()
     case.keystore.rotate_key("pii")
@@ -272,13 +239,6 @@ def test_mistakes_in_the_configuration_have_their_line(run, keystore_case, rotat
     assert text in done.stderr
 
 
-def test_moves_of_the_configuration_are_not_for_another_kms(run, keystore_case, config: Path) -> None:
-    case = keystore_case("rotation: {moves: {pii: times}}\n")
-    done = run("rotate", case.data, "--config", case.config, "--to-config", config)
-    assert done.exit_code == 2
-    assert "rotation.moves: moves are within one KMS" in done.stderr
-
-
 def test_a_folder_without_files(run, keystore_case, tmp_path: Path) -> None:
     case = keystore_case()
     (tmp_path / "empty").mkdir()
@@ -293,10 +253,9 @@ def test_master_keys_made_anew_in_each_process_are_refused(run, keystore_case, t
     case = keystore_case()
     config = tmp_path / "generated.yaml"
     config.write_text("version: 1\nkms: {type: in_memory, keys: [footer, pii]}\n")
-    for arguments in (["--config", config], ["--config", case.config, "--to-config", config]):
-        done = run("rotate", case.data, *arguments)
-        assert done.exit_code == 2
-        assert "makes new random master keys in each process" in done.stderr
+    done = run("rotate", case.data, "--config", config)
+    assert done.exit_code == 2
+    assert "makes new random master keys in each process" in done.stderr
 
 
 def test_progress_on_a_terminal(on_a_terminal, keystore_case) -> None:

@@ -13,9 +13,10 @@ import pytest
 from parquet_keytools.errors import KmsUnavailableError, StorageFailedError
 from parquet_keytools.rotation import data_set_run
 from parquet_keytools.rotation.data_set_run import (
+    ChangeFiles,
     EachFile,
-    FileChange,
     FileOutcome,
+    Outcomes,
     RunOptions,
     change_data_set,
 )
@@ -36,21 +37,16 @@ def folder(tmp_path: Path) -> FileLocation:
     return FileLocation.resolve(tmp_path)
 
 
-class Changes(FileChange):
-    """Takes so many files with each call, and has an outcome for each of them."""
+class Changes:
+    """Has an outcome for each file."""
 
-    def __init__(self, *sizes: int, **outcomes: Exception | None) -> None:
-        self.sizes = iter(sizes)
+    def __init__(self, **outcomes: Exception | None) -> None:
         self.outcomes = outcomes
-        self.calls: list[str] = []
+        self.calls = ""
 
-    def change(
-        self, pool: Executor, locations: Iterator[FileLocation], locked_folder: str | None
-    ) -> Iterator[tuple[FileLocation, FileOutcome]]:
-        taken = list(itertools.islice(locations, next(self.sizes, 1)))
-        if taken:
-            self.calls.append("".join(location.name[0] for location in taken))
-        for location in taken:
+    def __call__(self, pool: Executor, locations: Iterator[FileLocation]) -> Outcomes:
+        for location in locations:
+            self.calls += location.name[0]
             yield location, self.outcome(location)
 
     def outcome(self, location: FileLocation) -> FileOutcome:
@@ -59,12 +55,9 @@ class Changes(FileChange):
             return FileRotation.failed(str(location), error)
         return FileRotation(str(location), Outcome.ROTATED)
 
-    def take_end(self) -> None:
-        return None
-
 
 class Disturbed(Changes):
-    """Some files are changed by others in the first so many attempts."""
+    """Some files are changed by others in the first attempts."""
 
     disturbed = "ab"
     left = 2
@@ -76,7 +69,7 @@ class Disturbed(Changes):
         return super().outcome(location)
 
 
-def run(folder: FileLocation, change: FileChange) -> RotationReport:
+def run(folder: FileLocation, change: ChangeFiles) -> RotationReport:
     report = RotationReport()
     change_data_set(folder, change, report, RunOptions())
     return report
@@ -86,12 +79,11 @@ def done(report: RotationReport) -> str:
     return "".join(Path(f.path).name[0] for f in report.files if f.outcome is not Outcome.NOT_ATTEMPTED)
 
 
-def test_files_that_did_not_go_together_again_are_not_passed_over(folder: FileLocation) -> None:
-    """They grew meanwhile, for example: another attempt takes fewer of them than the first one."""
-    change = Disturbed(3, 1, 1)
+def test_files_that_others_changed_get_another_attempt(folder: FileLocation) -> None:
+    change = Disturbed()
     report = run(folder, change)
     assert sorted(done(report)) == list("abcd") and report.counts == {Outcome.ROTATED: 4}
-    assert change.calls[:3] == ["abc", "a", "b"]
+    assert change.calls == "abcdab"
 
 
 def test_what_could_not_be_looked_into_is_a_failure(folder: FileLocation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,15 +101,15 @@ def test_a_run_over_a_single_file_raises_its_failure(folder: FileLocation) -> No
     change = Changes(a=FULL)
     with pytest.raises(OSError, match="No space left"):
         change_data_set(folder, change, RotationReport(), RunOptions(raises_failures=True))
-    assert change.calls == ["a"]
+    assert change.calls == "a"
 
 
 def test_a_storage_that_takes_no_more_ends_the_run_also_where_other_files_need_nothing(
     folder: FileLocation,
 ) -> None:
-    change = Changes(3, a=FULL)
+    change = Changes(c=FULL)
     report = run(folder, change)
-    assert done(report) == "abc" and change.calls == ["abc"]
+    assert done(report) == "abc" and change.calls == "abc"
     assert isinstance(report.stopped_by, StorageFailedError) and not report.succeeded
 
 
@@ -127,18 +119,16 @@ def test_what_the_next_file_would_meet_too_ends_a_run_over_one_after_the_other(
 ) -> None:
     begun: list[str] = []
 
-    def change(location: FileLocation, locked_folder: str | None) -> FileRotation:
+    def change(location: FileLocation) -> FileRotation:
         begun.append(location.name)
         if len(begun) == 2:
             raise error
         return FileRotation(str(location), Outcome.REKEYED)
 
-    one_by_one = EachFile(change)
-    report = run(folder, one_by_one)
+    report = run(folder, EachFile(change))
     assert begun == NAMES[:2] and report.counts == {
         Outcome.REKEYED: 1,
         Outcome.FAILED: 1,
         Outcome.NOT_ATTEMPTED: 2,
     }
     assert report.stopped_by is not None and not report.succeeded
-    assert one_by_one.take_end() is None, "it is told once"

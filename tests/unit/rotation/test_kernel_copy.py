@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from parquet_keytools.errors import ChangedMeanwhileError
-from parquet_keytools.rotation.tail import COPIED, COPIED_IN_KERNEL, copy_beginning
+from parquet_keytools.rotation.rotate import COPIED, COPIED_IN_KERNEL, copy_beginning
 
 CONTENT = os.urandom(300_000)
 LENGTH = 250_001

@@ -383,6 +383,3 @@ def test_moves_that_contradict_each_other_by_another_name(tmp_path: Path) -> Non
     # Both names of it, and one by the other.
     for moves in ({"alias": "new", "ka": "new"}, {"alias": "ka"}):
         assert case.tools().rotate(path, moves=moves, dry_run=True).succeeded
-    # Another KMS may mean other keys by these names.
-    other = AliasingKms(dict.fromkeys(MASTER_KEYS))
-    assert case.tools().rotate(path, moves={"kb": "ka", "alias": "new"}, to=case.tools(kms=other)).succeeded

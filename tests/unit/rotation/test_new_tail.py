@@ -27,7 +27,7 @@ from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 from parquet_keytools.rotation import rotate
 from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import Outcome
-from parquet_keytools.rotation.tail import check_new_tail, footer_of, new_tail
+from parquet_keytools.rotation.rotate import check_new_tail, footer_of, new_tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import BufferSource, FileLocation
 

@@ -17,7 +17,6 @@ from parquet_keytools.errors import ConfigurationError, MasterKeyDisabledError, 
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import rotate
 from parquet_keytools.rotation.report import KmsCalls
-from parquet_keytools.rotation.rewrapper import KmsInstance
 from parquet_keytools.rotation.rotate import RotationPlan, plan_rotation, prefix_of
 
 NAMES = ("kf", "ka", "kb", "new")
@@ -38,9 +37,9 @@ class Kms(InMemoryKms):
         return super().master_key_ids() if self.lists else None
 
 
-def configured(tables: Iterable[str] = ("t",), instance_id: str = "one", **rotation: Any) -> Configuration:
+def configured(tables: Iterable[str] = ("t",), **rotation: Any) -> Configuration:
     table = {"footer_key": "kf", "column_keys": {"ka": ["a"]}, "unlisted_columns": "plaintext"}
-    kms = {"type": "in_memory", "keys": list(NAMES), "instance_id": instance_id}
+    kms = {"type": "in_memory", "keys": list(NAMES)}
     document: dict[str, Any] = {"version": 1, "kms": kms, "tables": dict.fromkeys(tables, table)}
     return parse_configuration({**document, "rotation": rotation})
 
@@ -56,33 +55,20 @@ def test_all_that_is_asked_for_is_planned() -> None:
     plan = plan_of(only_master_keys=["ka"], older_than="1", new_keks=True, dry_run=True)
     assert plan == RotationPlan(only_master_keys=frozenset({"ka"}), older_than="1", new_keks=True, dry_run=True)
     plan = plan_of(moves={"ka": "new"}, table_name="t", aad_prefix="p")
-    assert plan.moves == {"ka": "new"} and plan.instance is None and plan.known_versions == {(False, "new"): "1"}
-    assert not (plan.dry_run or plan.new_keks or plan.other_kms) and (plan.table_name, plan.aad_prefix) == (
-        "t",
-        "p",
-    )
+    assert plan.moves == {"ka": "new"} and plan.known_versions == {"new": "1"}
+    assert not (plan.dry_run or plan.new_keks) and (plan.table_name, plan.aad_prefix) == ("t", "p")
 
 
 def test_a_plan_goes_to_other_processes() -> None:
-    plan = plan_of(moves={"ka": "new"}, new_kms=Kms(), new_configuration=configured(instance_id="two"))
+    plan = plan_of(moves={"ka": "new"})
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-@pytest.mark.parametrize(("known", "instance"), [(True, KmsInstance("two", "DEFAULT")), (False, KmsInstance())])
-def test_files_name_the_kms_that_they_are_moved_to(known: bool, instance: KmsInstance) -> None:
-    new_configuration = configured(instance_id="two") if known else None
-    plan = plan_of(new_kms=Kms(), new_configuration=new_configuration)
-    assert plan.instance == instance and plan.other_kms
-
-
 def test_who_names_master_keys_trusts_them() -> None:
-    """Each in its KMS, and no others."""
-    kms, other = Kms(), Kms()
+    """And no others."""
+    kms = Kms()
     plan_of(kms, moves={"ka": "new"}, only_master_keys=["kb", "ka"])
     assert kms.trusted == {"ka", "kb", "new"}
-    kms = Kms()
-    plan_of(kms, moves={"ka": "new"}, new_kms=other)
-    assert kms.trusted == {"ka"} and other.trusted == {"new"}
     kms = Kms()
     plan_of(kms)
     assert not kms.trusted
@@ -99,17 +85,7 @@ def test_moves_of_the_configuration_are_made_unless_others_are_asked_for() -> No
     configuration = configured(moves={"ka": "new"})
     assert plan_of(None, configuration).moves == {"ka": "new"}
     assert plan_of(None, configuration, moves={"kb": "new"}).moves == {"kb": "new"}
-    assert plan_of(None, configuration, moves={}, new_kms=Kms()).moves == {}
-
-
-@pytest.mark.parametrize("given", ["new_kms", "both"])
-def test_moves_of_the_configuration_are_within_one_kms(given: str) -> None:
-    asked: dict[str, Any] = {"new_kms": Kms()}
-    if given == "both":
-        asked["new_configuration"] = configured(instance_id="two")
-    with pytest.raises(ConfigurationError, match=r"rotation\.moves: moves are within one KMS"):
-        plan_of(None, configured(moves={"ka": "new"}), **asked)
-    assert plan_of(None, configured(), **asked).other_kms
+    assert plan_of(None, configuration, moves={}).moves == {}
 
 
 def test_moves_of_the_configuration_name_master_keys_of_the_kms() -> None:
@@ -137,12 +113,18 @@ def test_a_mistyped_master_key_has_a_hint() -> None:
 
 
 def test_nothing_is_moved_to_a_master_key_that_cannot_be_used() -> None:
-    kms, other = Kms(), Kms()
-    other.disable("new")
-    with pytest.raises(MasterKeyDisabledError) as caught:
-        plan_of(kms, moves={"ka": "new"}, new_kms=other)
-    assert (caught.value.master_key_id, caught.value.backend) == ("new", other.backend)
+    kms = Kms()
     assert plan_of(kms, moves={"ka": "new"})
+    kms.disable("new")
+    with pytest.raises(MasterKeyDisabledError) as caught:
+        plan_of(kms, moves={"ka": "new"})
+    assert (caught.value.master_key_id, caught.value.backend) == ("new", kms.backend)
+
+
+@pytest.mark.parametrize("moves", [{"ka": "kb", "kb": "new"}, {"ka": "kb", "kb": "ka"}])
+def test_chains_are_refused(moves: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="target of a move"):
+        plan_of(moves=moves)
 
 
 def test_two_names_of_one_move_are_refused() -> None:
@@ -151,8 +133,7 @@ def test_two_names_of_one_move_are_refused() -> None:
         plan_of(None, parse_configuration(document), moves={"pii": "new", "ka": "new"})
 
 
-def test_readers_are_warned_of_within_one_kms_alone() -> None:
-    """In another one its own configuration is theirs."""
+def test_readers_are_warned_of() -> None:
     keys = Keytools(configured(["t", "u"]), kms=Kms())._keys
     with pytest.warns(ConfigurationWarning) as caught:
         plan_rotation(keys, moves={"ka": "new"})
@@ -160,9 +141,6 @@ def test_readers_are_warned_of_within_one_kms_alone() -> None:
     with pytest.warns(ConfigurationWarning) as caught:
         plan_rotation(keys, moves={"ka": "new"}, table_name="u")
     assert [str(one.message).split("'")[1] for one in caught] == ["u"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plan_rotation(keys, moves={"ka": "new"}, new_kms=Kms())
 
 
 def test_a_warning_is_shown_at_the_line_of_the_caller(tmp_path: Path) -> None:
@@ -206,7 +184,7 @@ def test_a_stored_prefix_is_believed_where_nobody_else_comes_to_read(
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_a_dry_run_alone_foresees_calls(tmp_path: Path, dry_run: bool) -> None:
+def test_the_master_key_to_move_to_is_described_once(tmp_path: Path, dry_run: bool) -> None:
     """Looking up the master key to move to changes nothing."""
     (tmp_path / "x.parquet").touch()
     tools = Keytools(configured(), kms=Kms())

@@ -16,7 +16,8 @@ from parquet_keytools import KeytoolsError
 from parquet_keytools.errors import KeyMaterialError, OutputError
 from parquet_keytools.format.file_layout import shortened
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.rotation import rekeying, tail
+from parquet_keytools.rotation import rekeying
+from parquet_keytools.rotation import rotate as tail
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.local_files import without_leftovers
 from parquet_keytools.storage.locations import FileLocation

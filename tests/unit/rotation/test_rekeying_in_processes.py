@@ -131,9 +131,9 @@ def test_large_files_stay_here(tools: Keytools, folder: Path, monkeypatch: pytes
     here = list[FileLocation]()
     original = data_set_run.changed_file
 
-    def changed(change: Any, location: FileLocation, locked_folder: str | None) -> Any:
+    def changed(change: Any, location: FileLocation) -> Any:
         here.append(location)
-        return original(change, location, locked_folder)
+        return original(change, location)
 
     monkeypatch.setattr(data_set_run, "changed_file", changed)
     with command_line_processes(2):
@@ -330,12 +330,12 @@ NO_ROOM = OSError(errno.ENOSPC, "no room")
 ENDED = WorkerProcessEndedError("a worker process was killed.")
 
 
-def failed(error: Any) -> Callable[[FileLocation], tuple[FileRotation, list[str]]]:
-    return lambda location: (FileRotation.failed(str(location), error), [])
+def failed(error: Any) -> Callable[[FileLocation], FileRotation]:
+    return lambda location: FileRotation.failed(str(location), error)
 
 
-def done(location: FileLocation) -> tuple[FileRotation, list[str]]:
-    return FileRotation(str(location), RotationOutcome.REKEYED), []
+def done(location: FileLocation) -> FileRotation:
+    return FileRotation(str(location), RotationOutcome.REKEYED)
 
 
 @pytest.mark.parametrize(
@@ -347,10 +347,9 @@ def done(location: FileLocation) -> tuple[FileRotation, list[str]]:
         (done, ENDED, WorkerProcessEndedError, [FIRST]),
         (failed(NO_KMS), failed(REFUSED), KmsUnavailableError, [FIRST, SECOND]),
         (failed(NO_KMS), ENDED, WorkerProcessEndedError, [FIRST]),
-        # What fails for the same reason is left for the next run, and so is a large one.
+        # What fails for the same reason is left for the next run.
         (failed(NO_KMS), failed(NO_KMS), KmsUnavailableError, [FIRST]),
         (failed(NO_ROOM), failed(NO_KMS), StorageFailedError, [FIRST]),
-        (failed(NO_KMS), lambda _: (None, []), KmsUnavailableError, [FIRST]),
     ],
 )
 def test_what_is_at_an_end_gets_no_other_file(
@@ -379,27 +378,14 @@ def test_what_fails_for_itself_ends_nothing(tools: Keytools, folder: Path, told:
 
     def removed(location: FileLocation) -> Any:
         Path(location.path).unlink()
-        return FileRotation(location.path, RotationOutcome.NOTHING_TO_ROTATE), []
+        return FileRotation(location.path, RotationOutcome.NOTHING_TO_ROTATE)
 
     changing = f"{FILES - 1}.parquet"
-    told.update(
-        {FIRST: failed(REFUSED), SECOND: removed, changing: lambda location: (changed_while_rotated(location), [])}
-    )
+    told.update({FIRST: failed(REFUSED), SECOND: removed, changing: changed_while_rotated})
     report = tools.rekey_in_place(folder)
-    assert report.stopped_by is None and ToldWorkers.begun.count(changing) == 3
+    assert report.stopped_by is None and ToldWorkers.begun.count(changing) == 1
     outcomes = {Path(file.path).name: file.outcome for file in report.files}
     assert outcomes.pop(FIRST) is RotationOutcome.FAILED
     assert outcomes.pop(SECOND) is RotationOutcome.NOTHING_TO_ROTATE
     assert changing in outcomes and set(outcomes.values()) == {RotationOutcome.REKEYED}
     assert len(outcomes) == FILES - 2
-
-
-def test_what_others_leave_behind_is_said_and_logged_once(
-    tools: Keytools, folder: Path, told: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Their log has it, and comes out here."""
-    told[FIRST] = lambda location: (FileRotation(str(location), RotationOutcome.REKEYED), ["a temporary file"])
-    told[SECOND] = lambda _: (None, ["another one"])
-    report = tools.rekey_in_place(folder)
-    assert report.succeeded and sorted(report.left_behind) == ["a temporary file", "another one"]
-    assert "temporary" not in caplog.text and "another" not in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from rotation_case import MASTER_KEYS, TABLE, Case
 
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsResponseInvalidError, KmsUnavailableError
 from parquet_keytools.keys.key_wrapping import Kek
-from parquet_keytools.kms.client import RewrapRequest
+from parquet_keytools.kms.client import KmsClient, RewrapRequest
 from parquet_keytools.kms.contract_tests import wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.kms.named import NamedKmss
 from parquet_keytools.rotation import rewrapper as module
 from parquet_keytools.rotation.report import KmsCalls, Outcome
 from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask, WrappedKey
@@ -44,10 +46,17 @@ def tasks_of(kms: InMemoryKms | FaultyKms, count: int, *, is_kek: bool = True) -
     ]
 
 
+def moved(kms: KmsClient, other: KmsClient, tasks: list[RewrapTask]) -> tuple[NamedKmss, list[RewrapTask]]:
+    """Return the two KMSs as one, and tasks that move keys from one to the other."""
+    both = NamedKmss({"one": kms, "other": other})
+    tasks = [replace(task, old=replace(task.old, master_key_id="one::a")) for task in tasks]
+    return both, [replace(task, new_master_key_id="other::a") for task in tasks]
+
+
 @pytest.mark.parametrize("is_kek", [True, False])
 def test_each_distinct_key_is_asked_for_once(is_kek: bool) -> None:
     kms = RewrappingKms(KEYS)
-    rewrapper = Rewrapper(kms, kms, new_keks=False, only_count=False)
+    rewrapper = Rewrapper(kms, new_keks=False)
     tasks = tasks_of(kms, 3, is_kek=is_kek)
     before = kms.call_counts
     first = rewrapper.rewrap(tasks * 5)
@@ -60,7 +69,7 @@ def test_each_distinct_key_is_asked_for_once(is_kek: bool) -> None:
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMEMBERED_KEYS", 2)
     kms = RewrappingKms(KEYS)
-    rewrapper = Rewrapper(kms, kms, new_keks=False, only_count=False)
+    rewrapper = Rewrapper(kms, new_keks=False)
     tasks = tasks_of(kms, 3)
     assert len(rewrapper.rewrap(tasks)) == 3
     rewrapper.rewrap(tasks[1:])
@@ -88,10 +97,11 @@ def test_another_key_is_noticed_where_it_opens_nothing(tmp_path: Path, wrong: st
 def test_another_key_on_the_way_to_another_kms_is_noticed(new_keks: bool) -> None:
     kms, other = InMemoryKms(KEYS), FaultyKms(KEYS)
     other.fail("wrong_key")
-    (outcome,) = Rewrapper(kms, other, new_keks=new_keks, only_count=False).rewrap(tasks_of(kms, 1)).values()
+    both, tasks = moved(kms, other, tasks_of(kms, 1))
+    (outcome,) = Rewrapper(both, new_keks=new_keks).rewrap(tasks).values()
     assert isinstance(outcome, KmsResponseInvalidError)
     assert "the new wrapped key does not unwrap to the same key" in str(outcome)
-    assert (outcome.backend, outcome.master_key_id) == (other.backend, "a")
+    assert (outcome.backend, outcome.master_key_id) == (other.backend, "other::a")
 
 
 def test_a_new_kek_that_does_not_lead_to_the_same_dek(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +135,8 @@ def test_a_new_kms_that_refuses(refused: str, is_kek: bool, monkeypatch: pytest.
     """Its error is that of each key, and none is re-wrapped."""
     kms, other = InMemoryKms(KEYS), InMemoryKms(KEYS)
     refuse(other, refused, monkeypatch)
-    outcomes = Rewrapper(kms, other, new_keks=True, only_count=False).rewrap(tasks_of(kms, 2, is_kek=is_kek))
+    both, tasks = moved(kms, other, tasks_of(kms, 2, is_kek=is_kek))
+    outcomes = Rewrapper(both, new_keks=True).rewrap(tasks)
     assert [type(outcome) for outcome in outcomes.values()] == [KmsAccessDeniedError] * 2
 
 
@@ -133,19 +144,20 @@ def test_what_the_kms_re_wrapped_and_does_not_unwrap_is_not_taken(monkeypatch: p
     kms = RewrappingKms(KEYS)
     tasks = tasks_of(kms, 2)
     refuse(kms, "_unwrap_many", monkeypatch)
-    outcomes = Rewrapper(kms, kms, new_keks=False, only_count=False).rewrap(tasks)
+    outcomes = Rewrapper(kms, new_keks=False).rewrap(tasks)
     assert [type(outcome) for outcome in outcomes.values()] == [KmsAccessDeniedError] * 2
 
 
 def test_a_dry_run_counts_each_key_once() -> None:
     kms = RewrappingKms(KEYS)
     tasks = tasks_of(kms, 3)
-    rewrapper = Rewrapper(kms, kms, new_keks=False, only_count=True)
+    rewrapper = Rewrapper(kms, dry_run=True)
     for _ in range(2):
-        rewrapper.expect_unwraps([task.old for task in tasks])
+        rewrapper.expect([task.old for task in tasks])
     assert rewrapper.expected_calls == KmsCalls(unwrap=3)
     for _ in range(2):
         assert rewrapper.rewrap(tasks[:2]) == {}
+        rewrapper.expect(tasks[:2])
     assert rewrapper.expected_calls == KmsCalls(unwrap=5, rewrap=2)
     assert rewrapper.calls == KmsCalls()
 
@@ -153,14 +165,11 @@ def test_a_dry_run_counts_each_key_once() -> None:
 def test_failures_are_not_remembered() -> None:
     kms = FaultyKms(KEYS)
     tasks = tasks_of(kms, 2)
-    rewrapper = Rewrapper(kms, kms, new_keks=False, only_count=False)
+    rewrapper = Rewrapper(kms, new_keks=False)
     kms.fail("refused")
     assert all(isinstance(outcome, KmsAccessDeniedError) for outcome in rewrapper.rewrap(tasks).values())
-    assert rewrapper.take_unreachable() is None
     kms.fail("timeout")
     assert all(isinstance(outcome, KmsUnavailableError) for outcome in rewrapper.rewrap(tasks).values())
-    assert isinstance(rewrapper.take_unreachable(), KmsUnavailableError)
-    assert rewrapper.take_unreachable() is None
     kms.failure = None
     assert all(isinstance(outcome, Rewrapped) for outcome in rewrapper.rewrap(tasks).values())
 
@@ -169,5 +178,5 @@ def test_no_error_and_no_text_shows_a_key() -> None:
     kms = RewrappingKms(KEYS)
     key = SecretBytes(b"canary key bytes")
     task = RewrapTask(WrappedKey("a", wrap_one(kms, key, "a")), "a", False)
-    found = Rewrapper(kms, kms, new_keks=False, only_count=False).rewrap([task])
+    found = Rewrapper(kms, new_keks=False).rewrap([task])
     assert "canary" not in repr(found)

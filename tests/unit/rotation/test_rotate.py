@@ -37,7 +37,7 @@ from parquet_keytools.errors import (
     TableMismatchError,
 )
 from parquet_keytools.kms.in_memory import InMemoryKms
-from parquet_keytools.rotation import tail
+from parquet_keytools.rotation import rotate as tail
 from parquet_keytools.rotation.report import KeyChange, KmsCalls, Outcome
 
 VARIANTS = [
@@ -302,72 +302,16 @@ def test_to_another_kms(tmp_path: Path, key_material: str, double: bool) -> None
         named = content.replace(r"\"kmsInstanceURL\":\"DEFAULT\"", r"\"kmsInstanceURL\":\"https://old.example\"")
         assert named != content
         key_material_file(path).write_text(named)
-    other = InMemoryKms({"kf": None, "ka": None, "cb": None})
-    document = {
-        "version": 1,
-        "kms": {"type": "in_memory", "keys": ["kf", "ka", "cb"], "instance_id": "the other"},
-        "tables": {
-            "t": {
-                "footer_key": "kf",
-                "column_keys": {"ka": ["a", "nested"], "cb": ["b"]},
-                "unlisted_columns": "plaintext",
-            }
-        },
-    }
-    new_tools = Keytools(parse_configuration(document), kms=other)
-    tools = case.tools()
-    assert tools.rotate(path, to=new_tools, moves={"kb": "cb"}).succeeded
+    other = InMemoryKms(dict.fromkeys(MASTER_KEYS))
+    assert case.move_to(other, path).succeeded
+    new_tools = case.tools(other)
     assert new_tools.read_table(path).equals(TABLE) and read_with_pyarrow(other, path).equals(TABLE)
     footer_material, *others = materials(new_tools, path)
-    assert footer_material.kms_instance_id == "the other"
-    assert footer_material.kms_instance_url == "DEFAULT"
+    assert (footer_material.kms_instance_id, footer_material.kms_instance_url) == ("other", "DEFAULT")
     assert {material.kms_instance_id for material in others} == {"DEFAULT"}
     # A run that was cut off is repeated: what was moved stays.
     before = tree_digest(case.folder)
-    assert tools.rotate(path, to=new_tools, moves={"kb": "cb"}).counts == Counter({Outcome.ALREADY_CURRENT: 1})
-    assert tree_digest(case.folder) == before
-    assert tools.rotate(case.write("y.parquet"), to=other, moves={"kb": "cb"}).succeeded
-
-
-@every_key_material
-def test_names_that_change_their_meaning_in_another_kms(tmp_path: Path, key_material: str) -> None:
-    case = Case.make(tmp_path, "keystore", key_material=key_material)
-    path = case.write()
-    other = InMemoryKms(dict.fromkeys(MASTER_KEYS))
-    moves = {"ka": "kb", "kb": "ka"}
-    assert case.tools().rotate(path, to=other, moves=moves).succeeded
-    before = tree_digest(case.folder)
-    assert case.tools().rotate(path, to=other, moves=moves).counts == Counter({Outcome.ALREADY_CURRENT: 1})
-    assert tree_digest(case.folder) == before
-    assert case.tools(other, column_keys={"kb": ["a", "nested"], "ka": ["b"]}).read_table(path).equals(TABLE)
-
-
-@every_key_material
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_no_file_comes_to_need_two_kms(tmp_path: Path, key_material: str, dry_run: bool) -> None:
-    case = Case.make(tmp_path, "keystore", key_material=key_material)
-    path = case.write()
-    uniform = case.write("uniform.parquet", tools=case.tools(footer_key="ka", **UNIFORM))
-    other = InMemoryKms(dict.fromkeys(MASTER_KEYS))
-    before = tree_digest(case.folder)
-    tools = case.tools(also_trusted=["ka"])
-    report = tools.rotate(case.folder, to=other, only_master_keys=["ka"], dry_run=dry_run)
-    fates = {Path(file.path): file for file in report.files}
-    assert fates[path].outcome is Outcome.FAILED and "the other KMS" in str(fates[path].error)
-    assert fates[uniform].outcome is (Outcome.WOULD_ROTATE if dry_run else Outcome.ROTATED)
-    changed = {name for name, digest in tree_digest(case.folder).items() if before[name] != digest}
-    assert all("uniform" in name for name in changed) and bool(changed) != dry_run
-    assert case.tools().read_table(path).equals(TABLE)
-
-
-def test_another_configuration_without_a_kms(tmp_path: Path) -> None:
-    case = Case.make(tmp_path, "keystore")
-    path = case.write()
-    case.add_version()
-    before = tree_digest(case.folder)
-    document = {"version": 1, "data_keys": {"dk": "MDEyMzQ1Njc4OTAxMjM0NQ=="}}
-    with pytest.raises(ConfigurationError, match="the other configuration has no KMS"):
-        case.tools().rotate(path, to=Keytools.from_mapping(document))
+    assert case.move_to(other, path).counts == Counter({Outcome.NOTHING_TO_ROTATE: 1})
     assert tree_digest(case.folder) == before
 
 
@@ -409,7 +353,7 @@ def test_single_wrapped_keys_on_the_way_to_another_kms_cost_three_calls(tmp_path
     case = Case.make(tmp_path, "in_memory", double_wrapping=False)
     path = case.write()
     other = InMemoryKms(dict.fromkeys(MASTER_KEYS))
-    done = case.tools().rotate(path, to=other).kms_calls
+    done = case.move_to(other, path).kms_calls
     assert (done.wrap, done.unwrap, done.rewrap) == (5, 2 * 5, 0)
     assert case.tools(other).read_table(path).equals(TABLE)
 
@@ -481,9 +425,9 @@ def test_a_dry_run_foresees_moves_to_another_kms(tmp_path: Path, new_keks: bool)
     case.write("y.parquet")
     other = InMemoryKms(dict.fromkeys(MASTER_KEYS))
     before = tree_digest(case.folder)
-    foreseen = case.tools().rotate(case.folder, to=other, new_keks=new_keks, dry_run=True).expected_kms_calls
+    foreseen = case.move_to(other, case.folder, new_keks=new_keks, dry_run=True).expected_kms_calls
     assert tree_digest(case.folder) == before
-    done = case.tools().rotate(case.folder, to=other, new_keks=new_keks).kms_calls
+    done = case.move_to(other, case.folder, new_keks=new_keks).kms_calls
     assert (done.wrap, done.unwrap, done.rewrap) == (foreseen.wrap, foreseen.unwrap, foreseen.rewrap)
 
 

@@ -472,34 +472,11 @@ def test_a_key_that_the_kms_refuses_fails_its_file_alone(encrypted: tuple[Keytoo
     assert {use.master_key_id for use in next(keytools.key_inventory(folder)).uses} == {"footer", "new"}
 
 
-def test_a_move_to_another_kms_goes_on_where_names_are_swapped(
-    encrypted: tuple[Keytools, Path], config: Path
-) -> None:
-    keytools, folder = encrypted
-    keytools.write_table(pa.table({"a": [7], "b": [8]}), folder / "part-1.parquet")
-    keytools.write_table(pa.table({"a": [9], "b": [9]}), folder / "part-2.parquet")
-    theirs = folder.with_name("theirs.yaml")
-    other_keys = {name: base64.b64encode(name.encode().ljust(32)).decode() for name in KEYS}
-    text = config.read_text()
-    theirs.write_text(text.replace(str(KEYS), str(other_keys)).replace("footer_key: footer", "footer_key: pii"))
-    theirs.write_text(theirs.read_text().replace("{pii: [a]}", "{footer: [a]}"))
-    options: Any = {"moves": {"footer": "pii", "pii": "footer"}, "to": theirs}
-    assert pipelines.rotate(no_spark(), folder / "part-1.parquet", config, **options).outcomes == {"rotated": 1}
-    # As after a run that was cut off.
-    report = pipelines.rotate(no_spark(), folder, config, **options)
-    assert report.outcomes == {"rotated": 2, "already current": 1}
-    table = Keytools.from_yaml(theirs).read_table(folder)
-    assert sorted(table["a"].to_pylist()) == [1, 2, 3, 7, 9]
-    assert pipelines.rotate(no_spark(), folder, config, **options).outcomes == {"already current": 3}
-
-
 def test_what_the_configuration_says_of_rotations_holds(encrypted: tuple[Keytools, Path], config: Path) -> None:
     _, folder = encrypted
     config.write_text(config.read_text() + "rotation: {moves: {pii: new}}\n")
     (row,) = pipelines.rotate(no_spark(), folder, config).rows()
     assert [(key["master_key"], key["new_master_key"]) for key in row["keys"]] == [("pii", "new")]
-    with pytest.raises(ConfigurationError, match="moves are within one KMS, but another one is given"):
-        pipelines.rotate(no_spark(), folder, config, to=config)
     # What a caller says is stronger.
     (row,) = pipelines.rotate(no_spark(), folder, config, moves={"footer": "new"}).rows()
     assert [(key["master_key"], key["new_master_key"]) for key in row["keys"]] == [("footer", "new")]
