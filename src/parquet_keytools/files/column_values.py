@@ -86,14 +86,7 @@ def _value_in(footer: FileMetaData, name: str) -> ColumnValue:
 def value_of_chunks(
     name: str, schema: Sequence[SchemaElement], ordinal: int, chunks: Iterable[ColumnMetaData]
 ) -> ColumnValue:
-    """Return the value of a top-level column.
-
-    Args:
-        name: Its name.
-        schema: The nodes of the schema, from the root.
-        ordinal: Its position among the leaves.
-        chunks: The metadata of its chunks.
-    """
+    """Return the value of a top-level column."""
     element = [node for node in schema[1:] if not node.num_children][ordinal]
     is_plain = all(element.struct.entry(field) is None for field in (_CONVERTED_TYPE, _LOGICAL_TYPE))
     if element.type != _BYTE_ARRAY and not (element.type in (_INT32, _INT64) and is_plain):

@@ -198,12 +198,7 @@ def rekey_file(
 
 @contextlib.contextmanager
 def plaintext_output(target: FileLocation, mode: int | None, *, overwrite: bool) -> Iterator[PendingOutput]:
-    """Write a file with decrypted values, which appears when the block ends.
-
-    Args:
-        target: The file.
-        mode: Its permissions; None lets only its owner read and write it.
-        overwrite: Whether it may replace a file.
+    """Write a file with decrypted values; without a mode, only its owner may read and write it.
 
     Raises:
         OutputError: See `pending_output`; or permissions are given, and the file system has none.
@@ -228,16 +223,6 @@ def encrypt_pending(
     key_values: Mapping[str, str] | None = None,
 ) -> tuple[NewKeyMaterial, TablePolicy]:
     """Encrypt a plaintext file into a pending output; return its key material for `put_in_place`, and its policy.
-
-    Args:
-        keys: The keys of the configuration.
-        table_name: The table; None if there is only one.
-        source: The plaintext file.
-        pending: The output.
-        on_progress: Called with the number of bytes after each write, from any thread.
-        threads: Number of threads.
-        folder_names: Names of columns to which the file's folders give values; see `names_in_folders`.
-        key_values: Placeholder in names of keys -> value.
 
     Raises:
         AlreadyEncryptedError: The file is encrypted.
@@ -389,12 +374,6 @@ def is_there_already(
 ) -> bool:
     """Return whether a conversion was done before: the target is newer than the source, and their footers agree.
 
-    Args:
-        source: The file to convert.
-        target: The result.
-        is_same: Compares the footers; called if the target is newer.
-        overwrite: Whether any other target will be replaced.
-
     Raises:
         OutputError: The target is another file, and must not be replaced.
         KmsError: The KMS does not unwrap the keys that are needed for the comparison.
@@ -421,12 +400,6 @@ def _same(source: FileLocation, target: FileLocation, opens_source: Open, opens_
 
     The comparison covers schema, rows, and the type, codec, encodings, number of values and statistics of each
     column chunk, authenticated if a file is encrypted. It does not cover values.
-
-    Args:
-        source: The file to convert.
-        target: The result.
-        opens_source: Reads the footer of the source.
-        opens_target: Reads the footer of the target; fails if the conversion would make another kind of file.
     """
     contents = opens_source(source)
     try:

@@ -110,10 +110,6 @@ class TablePolicy:
     ) -> TablePolicy:
         """Return the policy for the file with this footer, if keys depend on values of its columns.
 
-        Args:
-            footer: The footer, plaintext or authenticated.
-            deks: The DEKs of its columns.
-
         Raises:
             ConfigurationError: A column has no value, or more than one.
         """

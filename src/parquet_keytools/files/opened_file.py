@@ -506,7 +506,7 @@ def _is_refused(opened: OpenedFile, column: FooterColumn, error: KeytoolsError, 
     return (
         material is not None
         and table_check.names_key(column.path, paths, key)
-        and opened.kms_keys.refuses_key(material, error)
+        and opened.kms_keys.unwrapper.refuses_key(material, error)
     )
 
 
@@ -662,11 +662,6 @@ class FileIdentities:
         """Remember a file; return another file that was opened before with the same data key and file unique.
 
         One file under two names, through links, is not another file.
-
-        Args:
-            location: The file.
-            footer_dek: The DEK of its footer.
-            file_unique: The random part of its AAD (spec 4.4.1).
         """
         digest = self._digest(footer_dek, file_unique)
         with self._lock:

@@ -37,7 +37,6 @@ class SpoolRoom:
     Args:
         target: Where the files will be. The temporary file is on the same disk if that is local, otherwise in the
             folder for temporary files.
-        memory_bytes: Maximum number of bytes in memory.
     """
 
     def __init__(self, target: FileLocation, memory_bytes: int = MEMORY_BYTES) -> None:

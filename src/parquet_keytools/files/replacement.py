@@ -97,12 +97,8 @@ def put_in_place(pending: PendingOutput, new: NewKeyMaterial, *, check: Check | 
     """Put a complete Parquet file and its key material in place.
 
     At each moment, also after a crash, the current Parquet file has its key material: first comes key material for
-    the old file and the new one, then the new file, and then the old keys are removed.
-
-    Args:
-        pending: The file.
-        new: Its key material.
-        check: See `PendingOutput.commit`.
+    the old file and the new one, then the new file, and then the old keys are removed. For `check` see
+    `PendingOutput.commit`.
 
     Raises:
         OutputError: Another writer created the file meanwhile, or it cannot be written.

@@ -153,10 +153,6 @@ class TableCheck:
         A value comes from the folders in the path of the file; with `from: argument` and `from: column`, from the
         master keys that the file names. All of them must agree. A template without one value has no key, and
         matches no file.
-
-        Args:
-            path: The path of the file.
-            seen: The keys that the file names.
         """
         if not self.settings.has_templates:
             return self

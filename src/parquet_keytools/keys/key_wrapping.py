@@ -383,6 +383,7 @@ class KmsKeys:
     """The keys that the KMS unwrapped for one operation on one or more files.
 
     Attributes:
+        unwrapper: Calls the KMS.
         answers: (wrapped key, master key id) -> the key, or the error.
         unavailable: The error of a KMS that could not be reached, which all further calls would have, too; None if
             there is none, or another KMS may answer.
@@ -401,7 +402,7 @@ class KmsKeys:
             cache_lifetime_seconds: Maximum age of a cached key from another operation.
             known: Keys that the caller has already, as in `answers`.
         """
-        self._unwrapper = unwrapper
+        self.unwrapper = unwrapper
         self._cache_lifetime_seconds = cache_lifetime_seconds
         self._known = known or {}
         self.answers: dict[tuple[str, str], SecretBytes | KeytoolsError] = {}
@@ -427,15 +428,11 @@ class KmsKeys:
             self.answers[identity] = self._known[identity]
             del missing[identity]
         if missing:
-            found = self._unwrapper.kms_keys(list(missing.values()), self._cache_lifetime_seconds)
+            found = self.unwrapper.kms_keys(list(missing.values()), self._cache_lifetime_seconds)
             self.answers.update(zip(missing, found, strict=True))
             self.unavailable = next(
                 (one for one in found if isinstance(one, KmsUnavailableError) and not one.others_may_answer), None
             )
-
-    def of_file(self, material: KeyMaterial, instance_id: str | None) -> KeyMaterial:
-        """Return key material with the identifier of its master key; see `KeyUnwrapper.of_file`."""
-        return self._unwrapper.of_file(material, instance_id)
 
     def deks(self, materials: Sequence[KeyMaterial]) -> list[SecretBytes | KeytoolsError]:
         """Return the DEK of each key material, or the error."""
@@ -454,10 +451,6 @@ class KmsKeys:
             return kek.unwrap_dek(material.wrapped_dek)
         except KeytoolsError as error:
             return error
-
-    def refuses_key(self, material: KeyMaterial, error: KeytoolsError) -> bool:
-        """Return whether the KMS refused the master key itself; see `KeyUnwrapper.refuses_key`."""
-        return self._unwrapper.refuses_key(material, error)
 
 
 def _identity(material: KeyMaterial) -> tuple[str, str]:
@@ -585,7 +578,7 @@ class FileKeyRetriever:
             return None
         if self._instance_id is None and material.is_footer_key:
             self._instance_id = material.kms_instance_id
-        found = self._kms_keys.of_file(material, self._instance_id)
+        found = self._kms_keys.unwrapper.of_file(material, self._instance_id)
         self.written_ids[_identity(material)] = found.master_key_id
         return found
 

@@ -104,11 +104,6 @@ def open_folder(path: str | os.PathLike[str]) -> int | None:
 def open_folder_within(folder: int | None, name: str, path: str) -> int | None:
     """Return a file descriptor of a folder in a folder (None on Windows); a link is not followed.
 
-    Args:
-        folder: Descriptor of the outer folder; None on Windows.
-        name: Name of the inner folder.
-        path: Path of the inner folder, for Windows.
-
     Raises:
         OSError: It cannot be opened; with number ELOOP or ENOTDIR if it is a link.
     """

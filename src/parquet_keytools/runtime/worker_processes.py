@@ -136,8 +136,6 @@ class FileWorkers(Generic[T, R]):
         function: It is pickled for worker processes. The pickle has no secrets: a process reads the secrets of a
             configuration again. What cannot be pickled, such as a configuration with secrets from a pipe, is
             called in this process.
-        files: How many files there are.
-        threads: How many files each process works on at a time.
         visible: Whether other processes see the same files.
         prepare: A method of the same object; called in a worker process with the files of each task, before the
             function.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import logging
 import os
@@ -57,74 +56,40 @@ class MountedTree:
         return 0
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
-        """Return the status of a file or folder as a local file system reports it.
+        """Return the status of a file or folder.
 
         Programs that copy or archive files rely on it. GNU tar takes missing blocks for holes and archives zeros.
         A folder has one link, as on btrfs: two links would mean that it has no subfolders.
         """
         key = path.strip("/")
+        mode, size, modified = stat.S_IFREG | 0o400, 0, None
         with _as_errno(path):
-            # Read before the length: after a replacement in between, the old time makes programs copy again.
-            local = self._tree.local_status(key)
             try:
                 file = self._tree.find_listed(key)
+                size, modified = file.size_bytes, file.modified
             except FileNotFoundError:
                 if not self._tree.is_folder(key):
                     raise
-                return self._attributes(key, stat.S_IFDIR | 0o500, local.st_size if local else 0, None, local)
-            # Under another name the same file may be readable, so an unreadable name counts as a file of its own.
-            names = local.st_nlink if local and file.version else 1
-            found = self._attributes(key, stat.S_IFREG | 0o400, file.size_bytes, file.modified, local)
-            return {**found, "st_nlink": names, "st_ino": _inode(key, local if names > 1 else None)}
-
-    def _attributes(
-        self, key: str, mode: int, size: int, modified: float | None, local: os.stat_result | None
-    ) -> dict[str, int]:
-        other = self._began_ns if modified is None else int(modified * 1e9)
+                mode = stat.S_IFDIR | 0o500
+        time_ns = self._began_ns if modified is None else int(modified * 1e9)
         return {
             "st_mode": mode,
             "st_nlink": 1,
-            "st_ino": _inode(key),
             "st_size": size,
             "st_blocks": -(-size // _BLOCK_BYTES) * (_BLOCK_BYTES // _UNIT_BYTES),
             "st_blksize": _BLOCK_BYTES,
-            "st_atime": local.st_atime_ns if local else other,
-            "st_mtime": local.st_mtime_ns if local else other,
-            "st_ctime": local.st_ctime_ns if local else other,
+            **dict.fromkeys(("st_atime", "st_mtime", "st_ctime"), time_ns),
             "st_uid": own_user_id(),
             "st_gid": own_group_id(),
         }
 
-    def statfs(self, path: str) -> dict[str, int]:
-        """Return the status of the disk that stores the files; sizes are left out for remote storage."""
-        space = self._tree.local_space()
-        if space is None:
-            return {"f_bsize": _BLOCK_BYTES, "f_frsize": _BLOCK_BYTES, "f_namemax": 255}
-        names = ("bsize", "frsize", "blocks", "bfree", "bavail", "files", "ffree", "favail", "namemax")
-        return {f"f_{name}": getattr(space, f"f_{name}") for name in names}
-
     def readdir(self, path: str, fh: int) -> Iterator[tuple[str, dict[str, int], int]]:
-        """Return the names in a folder, with the same kinds and inodes as `getattr`."""
-        folder = path.strip("/")
+        """Return the names in a folder, with the same kinds as `getattr`."""
         with _as_errno(path):
-            here = {"st_mode": stat.S_IFDIR, "st_ino": _inode(folder)}
-            above = {"st_mode": stat.S_IFDIR, "st_ino": _inode(folder.rpartition("/")[0])}
-            found = [(".", here, 0), ("..", above, 0)]
-            for entry in self._tree.entries(folder):
-                mode, local = stat.S_IFDIR, None
-                if not entry.is_folder:
-                    mode, local = stat.S_IFREG, self._linked(entry.key)
-                attributes = {"st_mode": mode, "st_ino": _inode(entry.key, local)}
-                found.append((entry.key.rpartition("/")[2], attributes, 0))
-        return iter(found)
-
-    def _linked(self, key: str) -> os.stat_result | None:
-        """Return the local status of a file with several hard links, otherwise None."""
-        try:
-            local = self._tree.local_status(key)
-        except OSError:
-            return None
-        return local if local and local.st_nlink > 1 else None
+            names = {".": True, "..": True}
+            names |= {one.key.rpartition("/")[2]: one.is_folder for one in self._tree.entries(path.strip("/"))}
+        kinds = {True: stat.S_IFDIR, False: stat.S_IFREG}
+        return iter([(name, {"st_mode": kinds[is_folder]}, 0) for name, is_folder in names.items()])
 
     def open(self, path: str, handle: Any) -> int:
         """Open the current version of a file; later reads through the handle see this version only.
@@ -163,12 +128,6 @@ class MountedTree:
         return 0
 
 
-def _inode(key: str, local: os.stat_result | None = None) -> int:
-    """Return a stable inode number for a key, or for a local file under all its names."""
-    identity = key if local is None else f"{local.st_dev}//{local.st_ino}"  # Keys never contain `//`.
-    return int.from_bytes(hashlib.blake2b(os.fsencode(identity), digest_size=8).digest()) >> 1 or 1
-
-
 @dataclass(frozen=True)
 class _OpenedFile:
     file: ServedFile
@@ -198,7 +157,6 @@ def mount(tree: ServedTree, folder: Path, on_mounted: Callable[[], None]) -> Non
             nodev=True,
             noexec=True,
             default_permissions=True,
-            use_ino=True,
             fsname="parquet-keytools",
             subtype="keytools",
         )

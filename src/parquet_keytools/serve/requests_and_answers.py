@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from email.utils import formatdate, parsedate_to_datetime
+from email.utils import formatdate
 from urllib.parse import quote, unquote, unquote_to_bytes
 
 from parquet_keytools.errors import (
@@ -366,18 +366,12 @@ def byte_range(text: str, size_bytes: int) -> tuple[int, int] | None:
 
 
 def _failed_condition(request: ServedRequest, file: ServedFile) -> int | None:
-    """Return 304 or 412 if a condition fails, in the order of RFC 9110, section 13.2.2; otherwise None."""
-    if (text := request.header("if-match")) is not None:
-        if not _names(text, file.etag, strong=True):
-            return 412
-    elif (since := _seconds_of(request.header("if-unmodified-since"))) is not None and (
-        file.modified is not None and int(file.modified) > since
-    ):
+    """Return 304 or 412 if a condition fails (RFC 9110, section 13.2.2); times are too coarse for versions."""
+    if (text := request.header("if-match")) is not None and not _names(text, file.etag, strong=True):
         return 412
-    if (text := request.header("if-none-match")) is not None:
-        return 304 if _names(text, file.etag, strong=False) else None
-    since = _seconds_of(request.header("if-modified-since"))
-    return 304 if since is not None and file.modified is not None and int(file.modified) <= since else None
+    if (text := request.header("if-none-match")) is not None and _names(text, file.etag, strong=False):
+        return 304
+    return None
 
 
 def _may_be_range(request: ServedRequest, file: ServedFile) -> bool:
@@ -390,10 +384,3 @@ def _names(text: str, etag: str, *, strong: bool) -> bool:
     if text.strip() == "*":
         return True
     return any(found[2] == etag and not (strong and found[1]) for found in _ETAG.finditer(text))
-
-
-def _seconds_of(text: str | None) -> float | None:
-    try:
-        return parsedate_to_datetime(text).timestamp() if text is not None else None
-    except (ValueError, OverflowError):
-        return None

@@ -1,6 +1,6 @@
 """Serve a tree as one read-only S3 bucket.
 
-Requests are signed with AWS Signature Version 4, in the header or in the query (presigned URLs).
+Requests are signed with AWS Signature Version 4, in the header.
 """
 
 from __future__ import annotations
@@ -30,16 +30,12 @@ from parquet_keytools.serve.served_tree import ServedTree
 
 ALGORITHM = "AWS4-HMAC-SHA256"
 _MAX_SKEW = timedelta(minutes=15)
-_MAX_EXPIRES_SECONDS = 7 * 24 * 3600
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 _NO_PAYLOAD = hashlib.sha256(b"").hexdigest()
 _AUTHORIZATION = re.compile(
     rf"{ALGORITHM}\s+Credential=([^,\s]+)\s*,\s*SignedHeaders=([^,\s]+)\s*,\s*Signature=([0-9a-f]{{64}})"
 )
 _SCOPE = re.compile(r"([^/]+)/(\d{8})/([a-z0-9-]{1,64})/s3/aws4_request", re.ASCII)
-_QUERY_NAMES = tuple(
-    f"X-Amz-{name}" for name in ("Algorithm", "Credential", "Date", "Expires", "SignedHeaders", "Signature")
-)
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,6 @@ class _Claim:
     signed_headers: str
     signature: str
     payload: str
-    expires: timedelta | None
 
 
 def check_signature(request: ServedRequest, key_pair: KeyPair, now: datetime) -> None:
@@ -66,10 +61,7 @@ def check_signature(request: ServedRequest, key_pair: KeyPair, now: datetime) ->
     Raises:
         RefusedRequestError: The signature is missing, malformed, wrong or expired.
     """
-    in_query = any(name.lower().startswith("x-amz-") for name, _ in request.query)
-    if in_query and "authorization" in request.headers:
-        raise _refused("InvalidArgument", "Only one kind of signature is allowed.", status=400)
-    claim = _claim_of_query(request) if in_query else _claim_of_header(request)
+    claim = _claim_of_header(request)
     scope = _SCOPE.fullmatch(claim.credential)
     if scope is None or scope[2] != claim.date[:8]:
         raise _malformed("The scope of the credential is not valid.")
@@ -78,7 +70,7 @@ def check_signature(request: ServedRequest, key_pair: KeyPair, now: datetime) ->
     _check_time(claim, now)
     key = b"AWS4" + key_pair.secret.reveal()
     names = (scope[2], scope[3], "s3", "aws4_request")
-    canonical = hashlib.sha256(_canonical_request(request, claim, in_query=in_query)).hexdigest()
+    canonical = hashlib.sha256(_canonical_request(request, claim)).hexdigest()
     for part in (*names, f"{ALGORITHM}\n{claim.date}\n{'/'.join(names)}\n{canonical}"):
         key = hmac.digest(key, part.encode(), "sha256")
     if not hmac.compare_digest(key.hex().encode(), claim.signature.encode()):
@@ -90,13 +82,8 @@ def _check_time(claim: _Claim, now: datetime) -> None:
         age = now - datetime.strptime(claim.date, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     except ValueError:
         raise _refused("AccessDenied", "X-Amz-Date is not valid.") from None
-    if claim.expires is None:
-        if abs(age) > _MAX_SKEW:
-            raise _refused("RequestTimeTooSkewed", "The request time differs too much from the server time.")
-    elif age < -_MAX_SKEW:
-        raise _refused("AccessDenied", "The request is not valid yet.")
-    elif age > claim.expires:
-        raise _refused("AccessDenied", "The request has expired.")
+    if abs(age) > _MAX_SKEW:
+        raise _refused("RequestTimeTooSkewed", "The request time differs too much from the server time.")
 
 
 def _claim_of_header(request: ServedRequest) -> _Claim:
@@ -106,31 +93,17 @@ def _claim_of_header(request: ServedRequest) -> _Claim:
         message = f"Signatures of version 2 are not accepted. Sign with {ALGORITHM} (signature_version='s3v4')."
         raise _refused("InvalidRequest", message, status=400)
     if text is None:
-        raise _refused("AccessDenied", "The request is not signed.")
+        raise _refused("AccessDenied", "The request is not signed in its headers.")
     found = _AUTHORIZATION.fullmatch(text)
     date, payload = request.header("x-amz-date"), request.header("x-amz-content-sha256")
     if found is None or date is None or payload is None:
         raise _malformed("The Authorization header or a header that it needs is not valid.")
     if payload not in (_UNSIGNED, _NO_PAYLOAD):
         raise _refused("XAmzContentSHA256Mismatch", "A read request must not have a payload.", status=400)
-    return _Claim(found[1], date, found[2], found[3], payload, None)
+    return _Claim(found[1], date, found[2], found[3], payload)
 
 
-def _claim_of_query(request: ServedRequest) -> _Claim:
-    values: dict[str, str] = {}
-    for name, value in request.query:
-        if name in values:
-            raise _refused("InvalidArgument", "A query parameter is repeated.", status=400)
-        values[name] = value
-    algorithm, credential, date, expires, signed, signature = (values.get(name, "") for name in _QUERY_NAMES)
-    is_number = expires.isascii() and expires.isdigit() and len(expires) < 10
-    if algorithm != ALGORITHM or not is_number or not 1 <= int(expires) <= _MAX_EXPIRES_SECONDS:
-        raise _refused("AuthorizationQueryParametersError", "The signature parameters are not valid.", status=400)
-    payload = values.get("X-Amz-Content-Sha256", _UNSIGNED)
-    return _Claim(credential, date, signed, signature, payload, timedelta(seconds=int(expires)))
-
-
-def _canonical_request(request: ServedRequest, claim: _Claim, *, in_query: bool) -> bytes:
+def _canonical_request(request: ServedRequest, claim: _Claim) -> bytes:
     names = claim.signed_headers.split(";")
     unsigned = [name for name in request.headers if name.startswith("x-amz-") and name not in names]
     if names != sorted(set(names)) or "host" not in names or unsigned:
@@ -140,11 +113,7 @@ def _canonical_request(request: ServedRequest, claim: _Claim, *, in_query: bool)
         if name not in request.headers:
             raise _refused("AccessDenied", "A signed header is missing.")
         lines.append(f"{name}:{','.join(' '.join(value.split()) for value in request.headers[name])}\n")
-    pairs = sorted(
-        (_encoded(name), _encoded(value))
-        for name, value in request.query
-        if not (in_query and name == "X-Amz-Signature")
-    )
+    pairs = sorted((_encoded(name), _encoded(value)) for name, value in request.query)
     return "\n".join(
         (
             request.method,
@@ -193,13 +162,6 @@ def answer_s3(
 ) -> ServedAnswer:
     """Return the response to an S3 request, whose path has the form `/view/key`.
 
-    Args:
-        tree: The served tree.
-        key_pair: The credentials of this run.
-        request: The request.
-        reads: The versions that clients began to read.
-        keep: Called once the signature is verified.
-
     Raises:
         RefusedRequestError: The request is not signed or not supported, or its conditions do not hold.
         FileNotFoundError: The file does not exist.
@@ -211,8 +173,7 @@ def answer_s3(
     for name, value in request.query:
         if name in query:
             raise RefusedRequestError(400, "InvalidArgument", f"The query parameter {name!r} is repeated.")
-        if not name.lower().startswith("x-amz-"):
-            query[name] = value
+        query[name] = value
     bucket, _, key = request.path.removeprefix("/").partition("/")
     if not bucket and not key:
         _refuse_others(query, {"x-id", "max-buckets", "prefix"})
@@ -245,6 +206,8 @@ def _listing(tree: ServedTree, query: dict[str, str], client: str, reads: BegunR
     is_encoded = query.get("encoding-type") == "url"
     if query.get("encoding-type", "url") != "url":
         raise RefusedRequestError(400, "InvalidArgument", "The encoding-type must be url.")
+    if delimiter not in ("", "/"):
+        raise RefusedRequestError(501, "NotImplemented", "The delimiter must be a slash.")
 
     def text(key: str) -> str:
         return quote(key, safe="/-_.~") if is_encoded else escape(key)
@@ -298,7 +261,7 @@ def _listing(tree: ServedTree, query: dict[str, str], client: str, reads: BegunR
 
 
 def _entries(tree: ServedTree, prefix: str, delimiter: str, after: str) -> Iterator[tuple[str, bool]]:
-    """Yield keys after `after`, each with False, and common prefixes of a delimiter, each with True."""
+    """Yield keys after `after`, each with False, and common prefixes, each with True."""
     folder = prefix.rpartition("/")[0]
     if delimiter == "/":
         # Subfolders become common prefixes, so their content is not listed.
@@ -314,16 +277,9 @@ def _entries(tree: ServedTree, prefix: str, delimiter: str, after: str) -> Itera
             if key.startswith(prefix) and is_later:
                 yield key, entry.is_folder
         return
-    last = None
     for key in tree.keys(folder, after=after):
-        if not key.startswith(prefix):
-            continue
-        head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
-        if not found:
+        if key.startswith(prefix):
             yield key, False
-        elif (common := prefix + head + delimiter) not in (last, after):
-            last = common
-            yield common, True
 
 
 def error_document(error: RefusedRequestError) -> bytes:

@@ -8,14 +8,14 @@ import logging
 import os
 import re
 import secrets
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from parquet_keytools.errors import FileChangedError, KeytoolsError, KmsError
+from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation, PathLike
 from parquet_keytools.storage.walk import is_data_file, names_passed_over
 
@@ -76,7 +76,6 @@ class ServedTree:
 
     Args:
         filesystem: An fsspec file system. The result of `info` must change whenever the file does.
-        root: The folder in `filesystem`.
         folder: Location of the same folder in storage. In a local folder, links that lead out are refused.
         only: Key of the only file to serve; None serves all files.
     """
@@ -168,21 +167,6 @@ class ServedTree:
         except FileNotFoundError:
             return False
 
-    def local_status(self, key: str) -> os.stat_result | None:
-        """Return the local status of a file or folder; None in remote storage.
-
-        Raises:
-            FileNotFoundError: The key does not exist.
-        """
-        self._path_of(key)
-        return None if self._local_folder is None else (self._local_folder / key).stat()
-
-    def local_space(self) -> Any:
-        """Return the `os.statvfs_result` of the local disk; None on Windows and in remote storage."""
-        if sys.platform == "win32" or self._local_folder is None:
-            return None
-        return os.statvfs(self._local_folder)
-
     def as_served(self, text: str) -> str | None:
         """Return a text with served paths only; None if it has other absolute paths of this machine."""
         if self._folder is not None:
@@ -193,9 +177,6 @@ class ServedTree:
 
     def entries(self, folder: str) -> list[ServedEntry]:
         """Return the entries of a folder in the order of S3.
-
-        Args:
-            folder: Key of the folder; empty for the served folder itself.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -210,18 +191,13 @@ class ServedTree:
             if self._only is None and names_passed_over(name):
                 continue
             try:
-                place = self._path_of(key)
-                # `ls` reports a link, `info` reports its target.
-                is_known = facts["type"] in ("file", "directory")
-                kind = facts["type"] if is_known else self._filesystem.info(place)["type"]
+                self._path_of(key)
             except FileNotFoundError:
                 _log.warning("%r is not served: a broken link, a link out of the folder, or an invalid name", key)
                 continue
-            if self._only not in (None, key) or (kind == "file" and not self._is_listed(key)):
-                continue
-            if kind == "directory" and self._leads_back(key):
-                _log.warning("%r is not served: a link to a folder that contains it", key)
-            elif kind in ("file", "directory"):
+            # What is neither is a pipe, a socket, a device, or a link to a folder that contains it.
+            kind = facts["type"]
+            if self._only in (None, key) and (kind == "directory" or (kind == "file" and self._is_listed(key))):
                 found.append(ServedEntry(key, kind == "directory"))
         return sorted(found, key=lambda entry: entry.sort_key)
 
@@ -237,13 +213,6 @@ class ServedTree:
         except OSError:
             # The file may be data. A client that reads it gets the error.
             return True
-
-    def _leads_back(self, key: str) -> bool:
-        """Return whether a folder is a link to one of its parents, whose files are listed already."""
-        if self._local_folder is None or not (self._local_folder / key).is_symlink():
-            return False
-        place = (self._local_folder / key).resolve()
-        return any((self._local_folder / above).resolve() == place for above in PurePosixPath(key).parents)
 
     def keys(self, folder: str, *, after: str = "") -> Iterator[str]:
         """Yield the keys after `after` of all files below a folder, in the order of S3."""
@@ -264,10 +233,7 @@ class ServedTree:
 
     def _version(self, key: str, path: str) -> tuple[object, ...]:
         """Return a value that changes when the file is replaced; of a local file, even with the same mtime."""
-        local: tuple[int, ...] = ()
-        if self._local_folder is not None:
-            found = (self._local_folder / key).stat()
-            local = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        local = () if self._local_folder is None else state_of_local(str(self._local_folder / key))
         return self._filesystem.ukey(path), *local
 
     def _path_of(self, key: str) -> str:

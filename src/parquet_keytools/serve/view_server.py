@@ -400,8 +400,6 @@ class BoundedServer(ThreadingHTTPServer):
     """Accepts connections and handles each in its own thread.
 
     Args:
-        address: IP address and port; port 0 selects a free port.
-        handler: Makes the handler of a connection.
         tls: TLS context, or None. The thread of the connection does the handshake.
         max_connections: Most connections at the same time. A further connection replaces the oldest connection
             without authentication, so that unauthenticated clients cannot lock out others. If all connections are
@@ -530,13 +528,9 @@ class ViewServer:
     """Serves a tree within a `with` block, whose end closes all connections.
 
     Args:
-        tree: The tree to serve.
-        address: IP address to listen on.
         port: Port to listen on; 0 selects a free port.
         tls: Certificate and key; may be None only for a loopback address.
         host_names: Names that clients may use for this server, besides its address.
-        with_s3: Whether to serve S3, too.
-        max_connections: Most connections at the same time.
 
     Attributes:
         url: URL of the served folder; it contains the secret.

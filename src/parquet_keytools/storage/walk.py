@@ -209,15 +209,22 @@ def data_set_in_place(
         return
     named = _NamedPlaces(path)
     refusal_of = None if follow_links else named.refusal_of
-    for entry in data_set(path, into_passed_over=into_passed_over, refusal_of=refusal_of):
-        target = os.path.realpath(entry.location.path)
+    entries = list(data_set(path, into_passed_over=into_passed_over, refusal_of=refusal_of))
+    targets = [os.path.realpath(entry.location.path) for entry in entries]
+    names: dict[str, str] = {}
+    for entry, target in zip(entries, targets, strict=True):
+        if isinstance(entry, ParquetFile) and (
+            target not in names or named.is_direct(entry.location.path, target)
+        ):
+            names[target] = entry.location.path
+    for entry, target in zip(entries, targets, strict=True):
         if isinstance(entry, Unseen) and entry.error is named.refusals.get(entry.location.path):
             yield BehindLink(entry.location, target, is_outside=True)
         elif not isinstance(entry, ParquetFile):
             yield entry
         elif not follow_links and not named.hold(target):
             yield BehindLink(entry.location, target, is_outside=True)
-        elif named.is_another_name(entry.location.path, target):
+        elif entry.location.path != names[target]:
             yield BehindLink(entry.location, target, is_outside=False)
         else:
             yield entry
@@ -232,20 +239,12 @@ class _NamedPlaces:
 
     def __init__(self, path: FileLocation) -> None:
         places = [FileLocation.resolve_all(path.below(name)) for name in path.only] or [path]
-        self._places = [
-            (
-                place.path.rstrip("/"),
-                os.path.realpath(place.path).rstrip("/"),
-                place.only[0].split("/") if place.only else None,
-            )
-            for place in places
-        ]
-        self._seen: set[str] = set()
+        self._places = [(place.path.rstrip("/"), os.path.realpath(place.path).rstrip("/")) for place in places]
         self.refusals: dict[str, OSError] = {}
 
     def hold(self, target: str) -> bool:
         """Return whether a path without links was named, or lies in a folder that was named."""
-        return any(_within(target, root) is not None for _, root, _ in self._places)
+        return any(_within(target, root) is not None for _, root in self._places)
 
     def refusal_of(self, path: str) -> OSError | None:
         """Return why a link to a folder is not followed."""
@@ -254,26 +253,12 @@ class _NamedPlaces:
         error = OSError(errno.EXDEV, "a link that leads out of the folder that was named", escaped_path(path))
         return self.refusals.setdefault(path, error)
 
-    def is_another_name(self, path: str, target: str) -> bool:
-        """Return whether the walk yields a file under another name, or has yielded it before."""
-        is_direct = any(
+    def is_direct(self, path: str, target: str) -> bool:
+        """Return whether a path leads to its target without links below the named places."""
+        return any(
             rest is not None and root + rest == target
-            for rest, root in ((_within(path, place), root) for place, root, _ in self._places)
+            for rest, root in ((_within(path, place), root) for place, root in self._places)
         )
-        if is_direct and len(self._places) == 1:
-            return target in self._seen
-        if not is_direct and any(self._comes(target, root, pattern) for _, root, pattern in self._places):
-            return True
-        is_seen = target in self._seen
-        self._seen.add(target)
-        return is_seen
-
-    def _comes(self, target: str, root: str, pattern: Sequence[str] | None) -> bool:
-        """Return whether a walk reaches a file without links."""
-        rest = _within(target, root)
-        if rest is None or names_passed_over(rest):
-            return False
-        return pattern is None or _matches(rest.strip("/").split("/"), pattern)
 
 
 def _within(path: str, folder: str) -> str | None:
@@ -379,51 +364,28 @@ def all_files(folder: FileLocation) -> Iterator[FileLocation]:
                     yield FileLocation(folder.filesystem, listed.path)
 
 
-def names_in(folder: FileLocation) -> list[tuple[str, str, bool]]:
-    """Return name and path of each entry of a folder, and whether it is a file that can be checked.
-
-    Raises:
-        OSError: The folder cannot be listed.
-    """
+def names_in(folder: FileLocation) -> list[str]:
+    """Return the names in a folder, including broken links; raise `OSError` if it cannot be listed."""
     listing = FolderLister(folder.filesystem).fill(Listing(folder.path))
     if listing.error is not None:
         raise listing.error
-    return [(listed.name, listed.path, not listed.is_folder and listed.error is None) for listed in listing.listed]
+    return [listed.name for listed in listing.listed]
 
 
 def infos_in(folder: FileLocation) -> list[pafs.FileInfo]:
     """Return the information about each entry of a folder. Links are followed.
 
-    Arrow cannot list a folder with a name that is not UTF-8. Files of such names are left out, unless they may be
-    Parquet files.
-
     Raises:
         FileNotFoundError: There is no such folder.
         OSError: It cannot be listed.
-        IncompleteDataSetError: It has a folder, or a possible Parquet file, whose name is not UTF-8.
+        IncompleteDataSetError: It holds a name that is not UTF-8.
     """
     try:
-        infos: list[pafs.FileInfo] = folder.filesystem.get_file_info(pafs.FileSelector(folder.path))
-        if all(info.path for info in infos):  # Arrow decodes a name when it is asked for.
-            return infos
-    except UnicodeDecodeError as error:
-        if not folder.is_local:
-            raise store_error(error, folder.path) from None
-    with os.scandir(folder.path) as entries:
-        found = {entry.name: entry.is_dir() for entry in entries}
-    paths = []
-    unseen = []
-    for name, is_folder in found.items():
-        if is_utf8(name):
-            paths.append(f"{folder.path.rstrip('/')}/{name}")
-        elif not is_passed_over(name) and (is_folder or _SAYS_PARQUET.search(name)):
-            unseen.append((escaped_path(f"{folder.path}/{name}"), "this name is not valid UTF-8"))
-        else:
-            _log.warning("not listed, because its name is not UTF-8: %s/%s", folder, escaped_path(name))
-    if unseen:
-        raise IncompleteDataSetError(unseen, hint="Rename it.")
-    infos = folder.filesystem.get_file_info(paths)
-    return list(infos)
+        infos = folder.filesystem.get_file_info(pafs.FileSelector(folder.path))
+        return [info for info in infos if info.path]  # Arrow decodes a name when it is asked for.
+    except UnicodeDecodeError:
+        entries = [(escaped_path(f"{folder.path}/*"), "a name is not valid UTF-8")]
+        raise IncompleteDataSetError(entries, hint="Rename it.") from None
 
 
 def raise_for_unseen(unseen: Sequence[Unseen], *, hint: str) -> None:

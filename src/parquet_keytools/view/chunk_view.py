@@ -51,15 +51,15 @@ class PageCache:
                 self._pages.move_to_end(key)
             return page
 
-    def put(self, key: PageKey, page: memoryview) -> None:
-        """Keep a page, in place of the least recently used pages."""
+    def put(self, key: PageKey, page: memoryview, *, is_kept: bool = False) -> None:
+        """Keep a page, in place of the least recently used pages; if `is_kept`, even if it is longer than all."""
         with self._lock:
             self._drop_forgotten()
-            if len(page) > self._max_bytes or key in self._pages:
+            if (len(page) > self._max_bytes and not is_kept) or key in self._pages:
                 return
             self._pages[key] = page
             self.held_bytes += len(page)
-            while self.held_bytes > self._max_bytes:
+            while self.held_bytes > self._max_bytes and len(self._pages) > 1:
                 _, oldest = self._pages.popitem(last=False)
                 self.held_bytes -= len(oldest)
 

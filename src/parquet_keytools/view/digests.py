@@ -16,7 +16,6 @@ import hmac
 import inspect
 import math
 import struct
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +35,7 @@ from parquet_keytools.format.structs import (
     SchemaElement,
 )
 from parquet_keytools.format.thrift import Struct, WireType
-from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.view.chunk_view import PageCache
 
 _TYPE_LENGTH, REPETITION_FIELD_ID, _CONVERTED_TYPE, _SCALE, _PRECISION, _LOGICAL_TYPE = 2, 3, 6, 7, 8, 10
 """Field ids of SchemaElement."""
@@ -551,61 +548,3 @@ def _arrow_page(rows: pa.Table) -> tuple[bytes, int]:
 
 def _length_at(data: bytes, offset: int) -> int:
     return int(struct.unpack_from("<I", data, offset)[0])
-
-
-class StandIns:
-    """Chunks of digests, one behind the other; for any number of threads, of which one makes a chunk at a time."""
-
-    def __init__(
-        self, number: int, cache: PageCache, chunks: Sequence[StandIn], secret: SecretBytes | None
-    ) -> None:
-        """Take chunks in the order of their offsets; no digest is made yet."""
-        self._number = number
-        self._cache = cache
-        self._chunks = chunks
-        self._starts = [chunk.offset for chunk in chunks]
-        self._secret = secret
-        self._lock = ForkSafeLock()
-        self._last: tuple[int, memoryview] | None = None
-
-    def read_into(self, pages_of: Callable[[Region], memoryview], path: str, offset: int, out: memoryview) -> None:
-        """Fill `out` with digests from `offset` of the view, within the chunks.
-
-        `pages_of` returns the plaintext pages of a chunk of the file.
-
-        Raises:
-            DecryptionError: A page does not authenticate.
-            ParquetFormatError: A chunk does not match its metadata.
-        """
-        stop = offset + len(out)
-        at = offset
-        while at < stop:
-            position = bisect_right(self._starts, at) - 1
-            chunk = self._chunks[position]
-            end = min(stop, chunk.end)
-            data = self._made(position, pages_of, path)
-            out[at - offset : end - offset] = data[at - chunk.offset : end - chunk.offset]
-            at = end
-
-    def _made(self, position: int, pages_of: Callable[[Region], memoryview], path: str) -> memoryview:
-        chunk = self._chunks[position]
-        key = (self._number, chunk.offset)
-        data = self._cache.get(key)
-        if data is not None:
-            return data
-        with self._lock:
-            data = self._cache.get(key)
-            last = self._last
-            if data is None and last is not None and last[0] == position:
-                data = last[1]
-            if data is None:
-                assert self._secret is not None
-                pages = pages_of(chunk.region)
-                try:
-                    data = memoryview(chunk.make(pages, self._secret))
-                except ParquetFormatError as error:
-                    raise ParquetFormatError(str(error), path=path) from None
-                self._cache.put(key, data)
-                # Readers read a chunk in parts: keep the last one even if it is too long for the cache.
-                self._last = None if self._cache.get(key) is not None else (position, data)
-            return data

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import hashlib
+import functools
 import io
 import logging
 import os
-import secrets
-import weakref
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
-from glob import has_magic
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -23,16 +21,16 @@ from fsspec.callbacks import DEFAULT_CALLBACK
 from pyarrow import fs as pafs
 
 from parquet_keytools import audit
-from parquet_keytools.errors import KEY_REFUSALS, KeytoolsError, KmsError, OutputError
+from parquet_keytools.errors import KEY_REFUSALS, ConfigurationError, KeytoolsError, KmsError, OutputError
 from parquet_keytools.files.conversion import encrypt_pending, rekey_file
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
 from parquet_keytools.files.replacement import put_in_place
 from parquet_keytools.files.table_check import names_in_folders
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
-from parquet_keytools.keys.material_store import read_key_materials, remove_key_materials
+from parquet_keytools.keys.material_store import remove_key_materials
 from parquet_keytools.runtime.presentation import escaped_path
-from parquet_keytools.runtime.threads_and_forks import ExceptionWatch, ForkSafeLock, OwnerProcess, share_with_arrow
+from parquet_keytools.runtime.threads_and_forks import ExceptionWatch, OwnerProcess, share_with_arrow
 from parquet_keytools.storage.local_files import (
     belongs_to_writer,
     exclusive_folder,
@@ -45,10 +43,9 @@ from parquet_keytools.storage.locations import (
     PathLike,
     arrow_filesystem,
     fsspec_of,
-    key_material_location,
 )
-from parquet_keytools.storage.outputs import MadeFolders, PendingOutput, pending_output, write_whole
-from parquet_keytools.storage.walk import all_files, infos_in, is_utf8, names_in, parquet_file_of
+from parquet_keytools.storage.outputs import MadeFolders, discarded_unless_done, pending_output, write_whole
+from parquet_keytools.storage.walk import infos_in, is_utf8, names_in, parquet_file_of
 from parquet_keytools.view.plain_file import PlainFiles, PlainInput
 
 _log = logging.getLogger(__name__)
@@ -72,30 +69,22 @@ class EncryptedOutput(io.RawIOBase):
         room: SpoolRoom,
         *,
         overwrite: bool = True,
-        commits_on_close: bool = True,
         on_discarded: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open a file; nothing is written yet.
-
-        With `commits_on_close` it appears when it is closed, otherwise with `commit`. If it does not appear,
-        `on_discarded` is called.
+        """Open a file; nothing is written yet. If it does not appear, `on_discarded` is called.
 
         Raises:
-            ConfigurationError: The names of its folders show values of a column with a key.
             OutputError: It cannot be written there.
         """
         super().__init__()
         self._keys = keys
         self._table_name = table_name
         self._target = target
-        self._commits_on_close = commits_on_close
         self._owner = OwnerProcess()
         self._watch = ExceptionWatch()
         self._spool = PlaintextSpool(room, str(target))
         self._beginning = bytearray()
         self._overwrite = overwrite
-        self._pending: PendingOutput | None = None
-        self._finish: Callable[[], None] | None = None
         share_with_arrow(self)
         self._on_discarded = on_discarded
         self._is_done = False
@@ -105,7 +94,6 @@ class EncryptedOutput(io.RawIOBase):
                 "columns before they were encrypted.",
                 hint="Write the data set without a _metadata file.",
             )
-        _refuse_partition_folders(keys, table_name, target.path)
         if target.is_local:
             # Fail now, not when the file is closed. There may be more files than a process may have open.
             pending_output(target, overwrite=overwrite).discard()
@@ -145,31 +133,13 @@ class EncryptedOutput(io.RawIOBase):
             refuse_in_child(self._owner, self._target)
             self._watch.refuse(self._target)
             with audit.about(self._target), failing_as_output(self._target):
-                self._pending = pending_output(self._target, overwrite=self._overwrite)
-                self._finish = self._encrypted(self._pending)
-            if self._commits_on_close:
-                self.commit()
+                self._encrypt()
+            self._is_done = True
         finally:
-            self._spool.close()
-            if self._finish is None:
-                self.discard()
-
-    def commit(self) -> None:
-        """Put the file in its place, if it was closed and not discarded."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            try:
-                with failing_as_output(self._target):
-                    finish()
-                self._is_done = True
-            finally:
-                self.discard()
+            self.discard()
 
     def discard(self) -> None:
         """Write nothing."""
-        pending, self._pending, self._finish = self._pending, None, None
-        if pending is not None:
-            pending.discard()
         if not self.closed:
             super().close()
         self._spool.close()
@@ -177,16 +147,17 @@ class EncryptedOutput(io.RawIOBase):
             self._is_done = True
             self._on_discarded()
 
-    def _encrypted(self, pending: PendingOutput) -> Callable[[], None]:
-        """Encrypt the file; return the function that puts it in its place."""
+    def _encrypt(self) -> None:
+        """Encrypt the file, and put it in its place."""
         if not self._spool.size_bytes:
-            if self._target.name.startswith(("_", ".")):
-                # A mark, such as _SUCCESS.
-                return lambda: write_whole(self._target, b"")
-            raise self._not_parquet()
+            if not self._target.name.startswith(("_", ".")):
+                raise self._not_parquet()
+            write_whole(self._target, b"")  # A mark, such as _SUCCESS.
+            return
         names = names_in_folders(self._target.path)
-        new, _ = encrypt_pending(self._keys, self._table_name, self._spool, pending, folder_names=names)
-        return lambda: put_in_place(pending, new)
+        with discarded_unless_done(pending_output(self._target, overwrite=self._overwrite)) as pending:
+            new, _ = encrypt_pending(self._keys, self._table_name, self._spool, pending, folder_names=names)
+            put_in_place(pending, new)
 
     def _not_parquet(self) -> OutputError:
         return OutputError(
@@ -276,19 +247,24 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         share_with_arrow(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._identity[0], self._keytools, *self._identity[1:])
+        root = self._root if self._is_rooted else None
+        parts = self._keytools, self._table_name, self._below, root, self._aad_prefix
+        return _restored, (pickle.dumps(parts),)
 
     @property
-    def _identity(self) -> tuple[str, str | None, pafs.FileSystem, FileLocation | None, str | bytes | None]:
+    def _identity(self) -> tuple[object, str | None, pafs.FileSystem, FileLocation | None, str | bytes | None]:
         """Equal for equal file systems: configuration, table, place and AAD prefix."""
+        keytools: object = self._keytools
+        with contextlib.suppress(ConfigurationError):  # A KMS client that was passed in cannot be pickled.
+            keytools = pickle.dumps(keytools)
         root = self._root if self._is_rooted else None
-        return _token_of(self._keytools), self._table_name, self._below, root, self._aad_prefix
+        return keytools, self._table_name, self._below, root, self._aad_prefix
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KeytoolsFileSystem) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash((_token_of(self._keytools), self._table_name, self._root.path))
+        return hash((self._table_name, self._root.path))
 
     # fsspec keeps, shows and serialises these arguments, which may include a configuration.
 
@@ -343,6 +319,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             )
             file.path = path  # For fsspec's caches.
             return file
+        if not autocommit:
+            raise OutputError(
+                f"{location} is not written in a transaction of fsspec.",
+                hint="Write it without one: each file appears whole, or not at all.",
+            )
         if mode not in ("wb", "xb"):
             raise OutputError(
                 f"{location} is not opened with mode {mode!r}: a Parquet file is written as a whole.",
@@ -355,21 +336,18 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if location.is_local and not (location.makes_folders or Path(location.path).parent.is_dir()):
             raise FileNotFoundError(errno.ENOENT, "the folder of this file does not exist", str(location))
         try:
-            return self._output(location, overwrite=mode == "wb", commits_on_close=autocommit)
+            return self._output(location, overwrite=mode == "wb")
         except BaseException:
             self._made.remove_empty(location.path)
             raise
 
-    def _output(
-        self, location: FileLocation, *, overwrite: bool = True, commits_on_close: bool = True
-    ) -> EncryptedOutput:
+    def _output(self, location: FileLocation, *, overwrite: bool = True) -> EncryptedOutput:
         return EncryptedOutput(
             self._keys,
             self._table_to_write(),
             location,
             self._room_for(location),
             overwrite=overwrite,
-            commits_on_close=commits_on_close,
             # Engines make folders named after values, and leave them if a file in them is refused.
             on_discarded=partial(self._made.remove_empty, location.path),
         )
@@ -473,7 +451,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return info
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
-        """Return the content of a folder, by name; see `infos_in` for names that are not UTF-8."""
+        """Return the content of a folder, by name; a name that is not UTF-8 is an error."""
         location = self._location(path)
         found = self._found(location)
         name = self._name(path)
@@ -482,7 +460,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             entries = [self._as_dict(name, found)]
         else:
             start = f"{name.rstrip('/')}/" if name else ""
-            infos = [] if self._made.is_promised(location.path) else self._listed(list(infos_in(location)))
+            infos = [] if self._made.is_promised(location.path) else self._listed(infos_in(location))
             entries = [self._as_dict(start + PurePosixPath(info.path).name, info) for info in infos]
             entries.sort(key=lambda entry: str(entry["name"]))
             for entry in entries:
@@ -514,10 +492,6 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         location = self._location(path)
         below: Any = fsspec_of(location.filesystem)
         return key if below is None else f"{key}-{below.ukey(location.path)}"
-
-    def checksum(self, path: str) -> int:
-        """Return a number that changes with a file, as `ukey` does."""
-        return int(hashlib.sha256(self.ukey(path).encode()).hexdigest(), 16)
 
     def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
         """Create a folder, a partition folder (`name=value`) together with the first file that is opened in it.
@@ -561,19 +535,24 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Remove files, and folders with their content; links themselves, but not their targets.
 
         Args:
-            path: A path, a pattern, or a list of these.
+            path: A path, or a list of paths. A pattern is taken for the name of a file.
             recursive: Whether folders are removed, too.
             maxdepth: Must be None.
 
         Raises:
-            FileNotFoundError: There is no file or folder of that name.
+            FileNotFoundError: There is no file or folder of that name. Nothing is removed.
             IsADirectoryError: It is a folder, and `recursive` is not set.
             OutputError: It lies behind a partition folder that is a link.
         """
         if maxdepth is not None:
             raise NotImplementedError("maxdepth is not supported")
-        # If a pattern names a folder and its content, the folder is removed last.
-        for name in sorted(self._existing(path), reverse=True):
+        paths = [path] if isinstance(path, (str, os.PathLike)) else path
+        # What is in a folder comes before the folder.
+        names = sorted({str(self._strip_protocol(one)) for one in paths}, reverse=True)
+        for name in names:
+            if not self._is_there(name):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        for name in names:
             location = self._location(name, follows_link=False)
             _refuse_linked_partitions(location)
             kind = location.info().type
@@ -619,38 +598,13 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 return False
             raise
 
-    def _existing(self, path: Any) -> set[str]:
-        """Return the names of existing files and folders; an existing name is not taken for a pattern.
-
-        A pattern matches links, but nothing behind a link that it matches.
-        """
-        names: set[str] = set()
-        for one in [path] if isinstance(path, (str, os.PathLike)) else path:
-            name = str(self._strip_protocol(one))
-            if self._is_there(name):
-                names.add(name)
-            elif has_magic(name):
-                names.update(self._matching(name))
-            else:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-        return names
-
-    def _matching(self, pattern: str) -> Iterator[str]:
-        """Yield the names that a pattern matches."""
-        parts = pattern.split("/")
-        fixed = next(number for number, part in enumerate(parts) if has_magic(part))
-        for name in self.expand_path(pattern):
-            above = name.split("/")[:-1]
-            folders = ("/".join(above[:length]) for length in range(fixed + 1, len(above) + 1))
-            if not any(_is_link(self._location(folder, follows_link=False)) for folder in folders):
-                yield name
-
     def _names_in(self, path: str) -> list[str]:
         """Return the names in a folder, including broken links."""
         start = self._name(path).rstrip("/")
         if self._made.is_promised(self._location(path).path):
             return []
-        return [f"{start}/{name}" if start else name for name, _, _ in names_in(self._location(path))]
+        names = names_in(self._location(path))
+        return [f"{start}/{name}" if start else name for name in names]
 
     # --- Copies and moves: new files are encrypted, as written files are ------------------------------------
 
@@ -668,12 +622,10 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if found.type == pafs.FileType.Directory:
             self.makedirs(path2, exist_ok=True)
         elif parquet_file_of(source) is None:  # Copies of Parquet files get their own key material.
-            with self._in_new_folders(path2):
-                target = self._location(path2)
+            with self._in_new_folders(path2) as target:
                 if found.size:
-                    rekey_file(
-                        self._keys, self._keys, source, target, self._table_name, self._table_to_write(), None
-                    )
+                    table_name = self._table_to_write()
+                    rekey_file(self._keys, self._keys, source, target, self._table_name, table_name, None)
                 else:
                     self._output(target).close()  # A mark, or refused.
 
@@ -687,13 +639,13 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             super().put_file(lpath, rpath, callback=callback, **options)
 
     @contextlib.contextmanager
-    def _in_new_folders(self, path: str) -> Iterator[None]:
-        """Make the folders of a file; remove new ones if the file cannot be written."""
+    def _in_new_folders(self, path: str) -> Iterator[FileLocation]:
+        """Make the folders of a file, and yield its place; remove new folders if the file cannot be written."""
         location = self._location(path)
         _refuse_partition_folders(self._keys, self._table_to_write(), location.path)
         self._made.create(str(PurePosixPath(location.path).parent), recursive=True)
         try:
-            yield
+            yield location
         except BaseException:
             self._made.remove_empty(location.path)
             raise
@@ -701,62 +653,25 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def mv(
         self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **options: Any
     ) -> None:
-        """Move a file or a folder; into `path2`, if that is a folder. A link is moved, but not its target.
-
-        A file keeps its bytes and keys. A file that is bound to its name, by an AAD prefix or by key material
-        beside it, is copied as by `cp_file`, and then removed.
+        """Copy a file as `cp_file` does, into `path2` if that is a folder; then remove it.
 
         Raises:
-            NotEncryptedError: A file is not encrypted. Nothing is moved.
-            KeytoolsError: Another subclass says what is wrong with a file, its keys, or the target.
+            OutputError: It is a folder, a link or key material, or the target itself.
+            KeytoolsError: Another subclass says what is wrong with the file, its keys, or the target.
         """
         source, target = self._location(path1, follows_link=False), self._location(path2)
-        if target.is_folder() and not source.is_same_file(target):
-            path2 = f"{str(self._strip_protocol(path2)).rstrip('/')}/{source.name}"
-            target = self._location(path2)
+        is_file = self._found(source).type == pafs.FileType.File and parquet_file_of(source) is None
+        if _is_link(source) or not is_file:
+            raise OutputError(
+                f"{source} is not moved: only Parquet files are.",
+                hint="Move folders and links in the file system below. Files keep their keys there.",
+            )
         if source.is_same_file(target):
             raise OutputError(f"{source} and {target} are the same file.", hint="Name another place.")
-        is_folder = not _is_link(source) and self._found(source).type == pafs.FileType.Directory
-        _refuse_partition_folders(self._keys, self._table_to_write(), target.path)
-        for file in all_files(source) if is_folder else [source]:
-            inner = file.path_within(source)
-            if inner:
-                _refuse_partition_folders(self._keys, self._table_to_write(), target.below(inner).path)
-            if not self._is_protected(file) or (not is_folder and self._is_bound(source, target)):
-                if is_folder or parquet_file_of(source) is not None:
-                    raise OutputError(
-                        f"{source} is not moved: {file} is not an encrypted Parquet file.",
-                        hint="Move the encrypted Parquet files, and other files through another file system.",
-                    )
-                self.cp_file(path1, path2)
-                self.rm_file(path1)
-                return
-        self._made.begin(target.path)
-        try:
-            with exclusive_folder(target):
-                source.filesystem.move(source.path, target.path)
-                if not is_folder:
-                    remove_key_materials(target, None)
-        except BaseException:
-            self._made.remove_empty(target.path)
-            raise
-
-    def _is_protected(self, file: FileLocation) -> bool:
-        """Return whether a file may be moved as it is; errors as `PlainFiles.open`."""
-        if _is_link(file) and not file.is_file():
-            return True  # A broken link holds no data.
-        if parquet_file := parquet_file_of(file):
-            read_key_materials(parquet_file)
-            return True
-        if file.name.startswith(("_", ".")) and not file.size_bytes():
-            return True  # A mark, such as _SUCCESS.
-        return self._files.open(file).is_encrypted
-
-    def _is_bound(self, source: FileLocation, target: FileLocation) -> bool:
-        """Return whether a file cannot be read at its new place."""
-        prefixes = [table.aad_prefix or "" for table in self._keys.configuration.tables.values()]
-        is_renamed = source.name != target.name and any("{file_name}" in prefix for prefix in prefixes)
-        return is_renamed or key_material_location(source).is_file()
+        if target.is_folder():
+            path2 = f"{str(self._strip_protocol(path2)).rstrip('/')}/{source.name}"
+        self.cp_file(path1, path2)
+        self.rm_file(path1)
 
 
 def _is_link(location: FileLocation) -> bool:
@@ -859,39 +774,13 @@ class PlainView(KeytoolsFileSystem):
         return stripped.strip("/") if isinstance(stripped, str) else stripped
 
 
-_tokens: weakref.WeakKeyDictionary[_MakesFileSystems, str] = weakref.WeakKeyDictionary()
-"""Identifies a `Keytools` in all processes to which it was pickled."""
-_tokens_lock = ForkSafeLock()
-
-_MOST_RESTORED = 16
-_restored_before: list[KeytoolsFileSystem] = []
-_restored_lock = ForkSafeLock()
-
-
-def _token_of(keytools: _MakesFileSystems) -> str:
-    with _tokens_lock:
-        return _tokens.setdefault(keytools, secrets.token_hex(16))
-
-
-def _restored(
-    token: str,
-    keytools: _MakesFileSystems,
-    table_name: str | None,
-    filesystem: Any,
-    root: FileLocation | None,
-    aad_prefix: str | bytes | None,
-) -> KeytoolsFileSystem:
+@functools.lru_cache(maxsize=16)
+def _restored(pickled: bytes) -> KeytoolsFileSystem:
     """Return one file system for all tasks of a worker process, which share KEKs and connections."""
-    with _tokens_lock:
-        _tokens[keytools] = token
-    with _restored_lock:
-        if root is None:
-            made = keytools.filesystem(table_name, filesystem)
-        else:
-            made = keytools.view(root, table_name=table_name, aad_prefix=aad_prefix)
-        for restored in _restored_before:
-            if restored == made:
-                return restored
-        _restored_before.append(made)
-        del _restored_before[:-_MOST_RESTORED]
+    keytools, table_name, below, root, aad_prefix = pickle.loads(pickled)  # noqa: S301 - part of what is being read
+    made: KeytoolsFileSystem
+    if root is None:
+        made = keytools.filesystem(table_name, below)
+    else:
+        made = keytools.view(root, table_name=table_name, aad_prefix=aad_prefix)
     return made

@@ -67,7 +67,6 @@ from parquet_keytools.view.chunk_view import ChunkView, PageCache
 from parquet_keytools.view.digests import (
     REPETITION_FIELD_ID,
     StandIn,
-    StandIns,
     digest_arrow_schema,
     digest_kind,
     digest_schema,
@@ -419,7 +418,8 @@ class PlainFile:
         self._has_warned = False
         self._row_groups: dict[int, tuple[int, int]] = {}
         self._tail: PlainTail | None = None
-        self._stand_ins: StandIns | None = None
+        self._stand_ins: list[StandIn] = []
+        self._digest_lock = ForkSafeLock()
         self.size_bytes = source.size_bytes
         weakref.finalize(self, cache.forget, self._number)
         if opened.is_encrypted or opened.digests is not None:
@@ -480,10 +480,9 @@ class PlainFile:
                 start, _ = self._row_groups.get(row_group, (region.offset, 0))
                 self._row_groups[row_group] = (start, _end_of(region))
         offset = footer.envelope.footer_offset + gap
+        self._stand_ins = stand_ins
         if stand_ins:
-            assert opened.digests is not None
             offset = stand_ins[-1].end
-            self._stand_ins = StandIns(self._number, self._cache, stand_ins, opened.digests.secret)
         places = {(found.region.row_group_ordinal, found.region.column_ordinal): found for found in stand_ins}
         self._tail = plain_tail(opened, all_metadata, denied_columns, offset, places)
         self.size_bytes = self._tail.offset + len(self._tail.data)
@@ -559,8 +558,8 @@ class PlainFile:
             if offset < body_end:
                 self._read_body(offset, out[: body_end - offset])
             start, stop = max(offset, pages_end), min(end, tail.offset)
-            if self._stand_ins is not None and start < stop:
-                self._stand_ins.read_into(self._pages_of, self.path, start, out[start - offset : stop - offset])
+            if self._stand_ins and start < stop:
+                self._read_digests(start, out[start - offset : stop - offset])
             elif start < stop:
                 _blank(out[start - offset : stop - offset])
         if offset < MAGIC_LENGTH:
@@ -629,14 +628,34 @@ class PlainFile:
             piece_length=_LOCAL_PIECE if self._opened.location.is_local else region.limit,
         )
 
-    def _pages_of(self, region: Region) -> memoryview:
-        """Return the plaintext pages of a chunk that is shown as digests."""
-        length = _end_of(region) - region.offset
-        if self._ciphers[region.column_ordinal] is None:
-            return memoryview(self._source.read_at(region.offset, length))
-        pages = memoryview(bytearray(length))
-        self._new_chunk_view(region).read_into(self._source, region.offset, pages)
-        return pages
+    def _read_digests(self, offset: int, out: memoryview) -> None:
+        end = offset + len(out)
+        for chunk in self._stand_ins:
+            start, stop = max(offset, chunk.offset), min(end, chunk.end)
+            if start < stop:
+                data = self._digests(chunk)[start - chunk.offset : stop - chunk.offset]
+                out[start - offset : stop - offset] = data
+
+    def _digests(self, chunk: StandIn) -> memoryview:
+        """Return the digests of a chunk; one thread makes them at a time."""
+        key = (self._number, chunk.offset)
+        with self._digest_lock:
+            data = self._cache.get(key)
+            if data is None:
+                region = chunk.region
+                length = _end_of(region) - region.offset
+                if self._ciphers[region.column_ordinal] is None:
+                    pages = memoryview(self._source.read_at(region.offset, length))
+                else:
+                    pages = memoryview(bytearray(length))
+                    self._new_chunk_view(region).read_into(self._source, region.offset, pages)
+                assert self._opened.digests is not None and self._opened.digests.secret is not None
+                try:
+                    data = memoryview(chunk.make(pages, self._opened.digests.secret))
+                except ParquetFormatError as error:
+                    raise ParquetFormatError(str(error), path=self.path) from None
+                self._cache.put(key, data, is_kept=True)
+            return data
 
     def _reader(self, region: Region) -> ChunkCipher:
         cipher = self._ciphers[region.column_ordinal]

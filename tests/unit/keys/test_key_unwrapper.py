@@ -170,7 +170,7 @@ class MasterKeysThatFail(InMemoryKms):
 
 def error_of(kms: InMemoryKms, material: KeyMaterial) -> tuple[KmsKeys, KmsError]:
     keys = KmsKeys(KeyUnwrapper(kms, TurnedClock()), 600)
-    (error,) = keys.deks([keys.of_file(material, None)])
+    (error,) = keys.deks([keys.unwrapper.of_file(material, None)])
     assert isinstance(error, KmsError)
     return keys, error
 
@@ -181,7 +181,7 @@ def test_a_refused_master_key_is_a_refusal(refusal: str) -> None:
     material = replace(wrap(kms, "a:b")[1][0], master_key_id=encode_master_key_id("a:b"))
     getattr(kms, refusal)("a:b")
     keys, error = error_of(kms, material)
-    assert keys.refuses_key(keys.of_file(material, None), error)
+    assert keys.unwrapper.refuses_key(keys.unwrapper.of_file(material, None), error)
     assert kms.described == (refusal == "disable")
 
 
@@ -189,7 +189,7 @@ def test_a_master_key_that_does_not_exist_is_a_refusal() -> None:
     kms = MasterKeysThatFail({"kc": b"0123456789012345"})
     material = replace(wrap(kms, "kc")[1][0], master_key_id="nobody")
     keys, error = error_of(kms, material)
-    assert keys.refuses_key(material, error) and kms.described == 0
+    assert keys.unwrapper.refuses_key(material, error) and kms.described == 0
 
 
 def test_a_version_that_is_disabled_refuses_no_master_key() -> None:
@@ -200,12 +200,12 @@ def test_a_version_that_is_disabled_refuses_no_master_key() -> None:
     kms.disable("kc", 1)
     keys, error = error_of(kms, material)
     assert isinstance(error, MasterKeyDisabledError)
-    assert not keys.refuses_key(material, error)
+    assert not keys.unwrapper.refuses_key(material, error)
     # Without an answer nothing is known, so nothing is hidden.
     kms.disable("kc")
-    assert keys.refuses_key(material, error)
+    assert keys.unwrapper.refuses_key(material, error)
     kms.failure = KmsUnavailableError(backend="test", operation="describe")
-    assert not keys.refuses_key(material, error)
+    assert not keys.unwrapper.refuses_key(material, error)
 
 
 def test_what_a_damaged_key_ends_in_is_no_refusal() -> None:
@@ -213,7 +213,7 @@ def test_what_a_damaged_key_ends_in_is_no_refusal() -> None:
     material = replace(wrap(kms, "kc")[1][0], master_key_id="kf")
     keys, error = error_of(kms, material)
     assert isinstance(error, WrappedKeyInvalidError)
-    assert not keys.refuses_key(material, error) and kms.described == 0
+    assert not keys.unwrapper.refuses_key(material, error) and kms.described == 0
 
 
 def test_files_never_choose_the_kms(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
@@ -245,5 +245,5 @@ def test_both_spellings_are_one_key(kms: FaultyKms, unwrapper: KeyUnwrapper) -> 
     deks, (material,) = wrap(kms, ARN)
     encoded = replace(material, master_key_id=encode_master_key_id(ARN))
     keys = KmsKeys(unwrapper, 600)
-    assert keys.deks([keys.of_file(one, None) for one in (material, encoded)]) == deks * 2
+    assert keys.deks([keys.unwrapper.of_file(one, None) for one in (material, encoded)]) == deks * 2
     assert kms.call_counts["unwrap"] == 1

@@ -13,7 +13,6 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +98,6 @@ def test_conditions() -> None:
         _, headers, _ = ask(server, key, "HEAD")
         etag, modified = headers["ETag"], headers["Last-Modified"]
         assert etag.startswith('"') and len(etag) > 20
-        later, earlier = formatdate(4_000_000_000, usegmt=True), formatdate(0, usegmt=True)
         for status, conditions in [
             (200, {"If-Match": etag}),
             (200, {"If-Match": f'"x", {etag}'}),
@@ -111,12 +109,6 @@ def test_conditions() -> None:
             (304, {"If-None-Match": f"W/{etag}"}),
             (304, {"If-None-Match": "*"}),
             (200, {"If-None-Match": '"x"'}),
-            (200, {"If-None-Match": '"x"', "If-Modified-Since": later}),
-            (304, {"If-Modified-Since": modified}),
-            (200, {"If-Modified-Since": earlier}),
-            (200, {"If-Modified-Since": "yesterday"}),
-            (412, {"If-Unmodified-Since": earlier}),
-            (200, {"If-Unmodified-Since": modified}),
             (206, {"Range": "bytes=0-9", "If-Match": etag}),
             (412, {"Range": "bytes=0-9", "If-Match": '"x"'}),
             (206, {"Range": "bytes=0-9", "If-Range": etag}),

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
-from botocore.auth import S3SigV4Auth, S3SigV4QueryAuth
+from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import Credentials
@@ -50,9 +50,6 @@ def test_boto3_reads() -> None:
             part = client.get_object(Bucket="view", Key=item["Key"], Range="bytes=-2")
             assert part["Body"].read() == FILES[item["Key"]][-2:]
             assert client.head_object(Bucket="view", Key=item["Key"])["ContentLength"] == len(FILES[item["Key"]])
-            url = client.generate_presigned_url("get_object", {"Bucket": "view", "Key": item["Key"]}, ExpiresIn=60)
-            with urllib.request.urlopen(url) as answer:
-                assert answer.read() == FILES[item["Key"]]
 
 
 def test_a_listing_opens_files_anew() -> None:
@@ -122,6 +119,7 @@ def test_pyarrow_reads() -> None:
             "NotImplemented",
         ),
         (lambda client: client.list_objects_v2(Bucket="view", ContinuationToken="?"), 400, "InvalidArgument"),
+        (lambda client: client.list_objects_v2(Bucket="view", Delimiter="a"), 501, "NotImplemented"),
     ],
 )
 def test_what_is_refused(ask: Callable[[Any], object], status: int, code: str) -> None:
@@ -216,7 +214,7 @@ def signed_bytes(server: ViewServer, target: str, **headers: str) -> bytes:
         ("/view/%2e%2e/root/2013/a.parquet", 403),
         ("/other/../view/2013/a.parquet", 404),
         ("/view/2013/a.parquet?versionId=1", 501),
-        ("/view/2013/a.parquet?X-Amz-Signature=0", 400),
+        ("/view/2013/a.parquet?X-Amz-Signature=0", 501),
     ],
 )
 def test_a_path_means_one_thing(target: str, status: int) -> None:
@@ -295,14 +293,11 @@ PAIR = KeyPair()
 URL = "http://127.0.0.1:9/view/a%20b/%C3%BC?list-type=2&prefix=a%2Fb%20c&empty="
 
 
-def signed(in_query: bool = False, **headers: str) -> ServedRequest:
+def signed(**headers: str) -> ServedRequest:
     """Return a request that botocore has signed."""
     credentials = Credentials(PAIR.access_key_id, PAIR.secret.reveal().decode())
     request = AWSRequest("GET", URL, headers={"Host": "127.0.0.1:9", **headers})
-    if in_query:
-        S3SigV4QueryAuth(credentials, "s3", "us-east-1", expires=600).add_auth(request)
-    else:
-        S3SigV4Auth(credentials, "s3", "us-east-1").add_auth(request)
+    S3SigV4Auth(credentials, "s3", "us-east-1").add_auth(request)
     url = urlsplit(request.url)
     found = {name.lower(): (value,) for name, value in request.headers.items()}
     return ServedRequest("GET", url.path, url.query, found)
@@ -326,15 +321,13 @@ def verdict(request: ServedRequest, later: timedelta = timedelta()) -> str:
     return "ok"
 
 
-@pytest.mark.parametrize("in_query", [False, True])
-def test_what_botocore_signs_is_right(in_query: bool) -> None:
-    assert verdict(signed(in_query)) == "ok"
-    assert verdict(signed(in_query, Range="bytes=0-9", **{"x-amz-meta-a": " a   b "})) == "ok"
+def test_what_botocore_signs_is_right() -> None:
+    assert verdict(signed()) == "ok"
+    assert verdict(signed(Range="bytes=0-9", **{"x-amz-meta-a": " a   b "})) == "ok"
 
 
-@pytest.mark.parametrize("in_query", [False, True])
-def test_every_change_is_detected(in_query: bool) -> None:
-    request = signed(in_query, Range="bytes=0-9")
+def test_every_change_is_detected() -> None:
+    request = signed(Range="bytes=0-9")
     assert verdict(request) == "ok"
     for other in [
         changed(request, method="HEAD"),
@@ -376,39 +369,25 @@ def test_headers_that_a_signature_needs(name: str, value: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_query", "seconds", "expected"),
+    ("seconds", "expected"),
     [
-        (False, 14 * 60, "ok"),
-        (False, -14 * 60, "ok"),
-        (False, 16 * 60, "RequestTimeTooSkewed"),
-        (False, -16 * 60, "RequestTimeTooSkewed"),
-        (True, 590, "ok"),
-        (True, 620, "AccessDenied"),
-        (True, -14 * 60, "ok"),
-        (True, -16 * 60, "AccessDenied"),
+        (14 * 60, "ok"),
+        (-14 * 60, "ok"),
+        (16 * 60, "RequestTimeTooSkewed"),
+        (-16 * 60, "RequestTimeTooSkewed"),
     ],
 )
-def test_times(in_query: bool, seconds: int, expected: str) -> None:
-    assert verdict(signed(in_query), timedelta(seconds=seconds)) == expected
+def test_times(seconds: int, expected: str) -> None:
+    assert verdict(signed(), timedelta(seconds=seconds)) == expected
 
 
-@pytest.mark.parametrize("expires", ["0", "-1", "604801", "9" * 30, "x", ""])
-def test_presigned_urls_end(expires: str) -> None:
-    request = signed(in_query=True)
-    query = re.sub("X-Amz-Expires=600", f"X-Amz-Expires={expires}", request.raw_query)
-    assert verdict(changed(request, raw_query=query)) == "AuthorizationQueryParametersError"
-
-
-def test_two_ways_of_signing_at_once_are_refused() -> None:
-    request = signed(in_query=True)
-    assert (
-        verdict(with_header(request, "authorization", lambda _: signed().headers["authorization"][0]))
-        == "InvalidArgument"
-    )
-    assert (
-        verdict(changed(request, raw_query=request.raw_query + "&X-Amz-Date=20200101T000000Z"))
-        == "InvalidArgument"
-    )
+def test_signatures_in_urls_are_refused() -> None:
+    with served(FILES, with_s3=True) as server, closing(client_of(server)) as client:
+        url = urlsplit(client.generate_presigned_url("get_object", {"Bucket": "view", "Key": "2013/a.parquet"}))
+        with closing(http.client.HTTPConnection(url.netloc)) as raw:
+            raw.request("GET", f"{url.path}?{url.query}")
+            answer = raw.getresponse()
+            assert answer.status == 403 and b"not signed in its headers" in answer.read()
 
 
 # --- listings ---
@@ -440,7 +419,7 @@ def test_listings_are_as_defined(seed: int) -> None:
         for _ in range(8):
             some = chance.choice(keys)
             prefix = chance.choice(["", some[: chance.randint(0, len(some))], some + "/", "none", "../"])
-            delimiter = chance.choice(["", "/", "/", "a"])
+            delimiter = chance.choice(["", "/", "/"])
             after = chance.choice(["", "", chance.choice(keys), "a/"])
             found: list[str] = []
             options: dict[str, Any] = {"Bucket": "view", "Prefix": prefix, "Delimiter": delimiter, "MaxKeys": 3}
