@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import binascii
-import contextlib
 
 
 def encode(data: bytes) -> str:
@@ -19,10 +18,11 @@ def decode(text: str) -> bytes:
     Raises:
         ValueError: The text is not base64, or not the encoding of `encode`. The error does not quote the text.
     """
-    data = None
-    # Raised outside a handler, since the context of an exception would hold the text.
-    with contextlib.suppress(ValueError):
+    try:
         data = binascii.a2b_base64(text, strict_mode=True)
+    except ValueError:
+        data = None
+    # Raised outside a handler, since the context of an exception would hold the text.
     if data is None or encode(data) != text:
         raise ValueError("not valid base64")
     return data

@@ -216,7 +216,7 @@ def check_layout(regions: Sequence[Region], footer_offset: int, book: RuleBook) 
     end = 0
     in_range = (region for region in regions if region not in unusable) if unusable else regions
     for region in sorted(in_range, key=lambda region: (region.offset, region.length or 0)):
-        _, _, _, offset, length, _, _ = region
+        _, _, _, offset, length, _ = region
         if length == 0:
             continue
         if furthest is not None and offset < end:
@@ -236,7 +236,7 @@ def check_layout(regions: Sequence[Region], footer_offset: int, book: RuleBook) 
 
 
 def _is_in_range(region: Region, footer_offset: int, book: RuleBook) -> bool:
-    kind, row_group_ordinal, column_ordinal, offset, stated, _, _ = region
+    kind, row_group_ordinal, column_ordinal, offset, stated, _ = region
     length = 1 if stated is None else stated
     if length == 0 and kind is RegionKind.PAGES:
         return True

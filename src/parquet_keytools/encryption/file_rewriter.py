@@ -117,6 +117,7 @@ _DICTIONARY_PAGE_OFFSET = ColumnMetaData.dictionary_page_offset.field_id
 _BLOOM_FILTER_OFFSET = ColumnMetaData.bloom_filter_offset.field_id
 _BLOOM_FILTER_LENGTH = ColumnMetaData.bloom_filter_length.field_id
 _FILE_OFFSET = ColumnChunk.file_offset.field_id
+_FILE_OFFSET_FIELD = ((_FILE_OFFSET, _I64),)
 _FILE_PATH = ColumnChunk.file_path.field_id
 INDEX_FIELD_IDS = {
     RegionKind.COLUMN_INDEX: (ColumnChunk.column_index_offset.field_id, ColumnChunk.column_index_length.field_id),
@@ -307,58 +308,29 @@ class ChunkRewrite:
     def _move(self, pages: ChunkPages, region: Region, offset: int) -> None:
         """Set all offsets and sizes that depend on where the pages are."""
         data_page, dictionary_page, index_page, *_ = self.places
-        new: dict[int, int | None] = {_TOTAL_COMPRESSED_SIZE: pages.output_length}
-        has_dictionary_page = pages.has_dictionary_page
-        if self.reader is None and self.writer is None:
-            if data_page:
-                new[_DATA_PAGE_OFFSET] = self._moved(data_page, pages, region, offset) or offset
-            if dictionary_page:
-                new[_DICTIONARY_PAGE_OFFSET] = self._moved(dictionary_page, pages, region, offset)
-        else:
-            # Readers of encrypted files take the type of the first module from here.
-            if has_dictionary_page:
-                new[_DICTIONARY_PAGE_OFFSET] = offset
-            elif dictionary_page is not None:
-                new[_DICTIONARY_PAGE_OFFSET] = None
-            if data_page:
-                new[_DATA_PAGE_OFFSET] = offset + pages.length_before_data
-        if index_page:
-            new[_INDEX_PAGE_OFFSET] = self._moved(index_page, pages, region, offset)
-        elif pages.count and pages.first_data_page != 0 and not has_dictionary_page:
+        new = self.metadata_changes
+        new[_TOTAL_COMPRESSED_SIZE] = pages.output_length
+        if data_page:
+            new[_DATA_PAGE_OFFSET] = offset + pages.length_before_data
+        # Readers of encrypted files take the type of the first module from here.
+        if pages.has_dictionary_page:
+            new[_DICTIONARY_PAGE_OFFSET] = offset
+        elif dictionary_page is not None:
+            new[_DICTIONARY_PAGE_OFFSET] = None
+        if pages.count and pages.first_data_page != 0 and not pages.has_dictionary_page:
             # An index page comes first: without its offset, readers would not know where the chunk begins.
             new[_INDEX_PAGE_OFFSET] = offset
+        elif index_page is not None:
+            new[_INDEX_PAGE_OFFSET] = None
         if self.forgotten_length:
             new[_TOTAL_UNCOMPRESSED_SIZE] = self.metadata.total_uncompressed_size + self.forgotten_length
-        self.metadata_changes.update(new)
-        if self.chunk.file_path is not None:
+        if self.chunk.struct.has(_FILE_PATH) and self.chunk.file_path is not None:
             # Empty, or the chunk would have been refused.
             self.chunk_changes[_FILE_PATH] = None
-        file_offset = self.chunk.file_offset
+        (file_offset,) = self.chunk.struct.numbers(_FILE_OFFSET_FIELD)
         if file_offset:
-            self.chunk_changes[_FILE_OFFSET] = self._moved(file_offset, pages, region, offset) or 0
-
-    def _moved(self, old_offset: int, pages: ChunkPages, region: Region, offset: int) -> int | None:
-        """Return where the page of the chunk that began at an offset begins now; None where none did.
-
-        Args:
-            old_offset: Where it began.
-            pages: The pages of the chunk.
-            region: Where they lay.
-            offset: Where the first one begins now.
-        """
-        if old_offset == region.offset:
-            return offset
-        # Only where nothing lies behind it does the end of the chunk stay a place that means something: early
-        # writers put another copy of the column metadata there, which must not go into the output.
-        if old_offset == pages.source_end:
-            return offset + pages.output_length if region.next_offset == old_offset else None
-        new_offset = offset
-        lengths = output_lengths(pages, self.reader, self.writer)
-        for old_start, new_length in zip(source_offsets(pages), lengths, strict=True):
-            if old_start == old_offset:
-                return new_offset
-            new_offset += new_length
-        return None
+            # Early writers put another copy of the metadata behind the pages, which must not go into the output.
+            self.chunk_changes[_FILE_OFFSET] = offset if file_offset == region.offset else 0
 
     # --- Indexes -------------------------------------------------------------------------------------------
 

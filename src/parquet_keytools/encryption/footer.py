@@ -339,7 +339,7 @@ class Footer:
         if checked is not None:
             return checked
         chunk = self.check_chunk(row_group_ordinal, column)
-        module = chunk.encrypted_column_metadata
+        module = None if cipher is None else chunk.encrypted_column_metadata
         metadata: ColumnMetaData | None
         if cipher is None or module is None:
             metadata = chunk.meta_data

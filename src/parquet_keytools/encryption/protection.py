@@ -24,6 +24,7 @@ from parquet_keytools.format.structs import (
     EncryptionAlgorithm,
     FileCryptoMetaData,
     FileMetaData,
+    Records,
     RowGroup,
 )
 from parquet_keytools.format.thrift import read_struct
@@ -121,7 +122,8 @@ def columns_of(
                 f"row group {ordinal} has {len(these)} chunks for {len(leaves)} leaf columns."
             )
     if chunks:
-        columns = [_column_of(leaf, chunk) for leaf, chunk in zip(leaves, chunks[0], strict=True)]
+        first = chunks[0].along(ColumnChunk.PATH_OF_KEY) if isinstance(chunks[0], Records) else chunks[0]
+        columns = [_column_of(leaf, chunk) for leaf, chunk in zip(leaves, first, strict=True)]
     else:
         columns = [FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None) for leaf in leaves]
     if not is_encrypted and any(column.encryption is not ColumnEncryption.PLAINTEXT for column in columns):
@@ -156,7 +158,7 @@ def _column_of(leaf: LeafColumn, chunk: ColumnChunk) -> FooterColumn:
     if len(crypto.struct.ids()) == 1:
         with_column_key = crypto.encryption_with_column_key
         if with_column_key is not None:
-            if tuple(with_column_key.path_in_schema) != leaf.path:
+            if not with_column_key.has_path(leaf.path):
                 raise ParquetFormatError(f"column {leaf.dotted_path!r} has the crypto metadata of another one.")
             return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.COLUMN_KEY, with_column_key.key_metadata)
         if crypto.encryption_with_footer_key is not None:

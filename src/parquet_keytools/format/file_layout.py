@@ -503,8 +503,7 @@ class Region(NamedTuple):
         column_ordinal: Of its column.
         offset: Where it begins, in bytes from the start of the file.
         length: In bytes, or None for a Bloom filter whose length is not stated.
-        limit: Where it may end at most.
-        next_offset: Where the next region, or the footer, begins. Like `limit`, it is set by `arranged`.
+        limit: Where it may end at most; set by `arranged`.
     """
 
     kind: RegionKind
@@ -513,7 +512,6 @@ class Region(NamedTuple):
     offset: int
     length: int | None
     limit: int = 0
-    next_offset: int = 0
 
     @property
     def chunk_key(self) -> tuple[int, int]:
@@ -526,6 +524,7 @@ class Region(NamedTuple):
         return self.kind.name.lower().replace("_", " ")
 
 
+_FILE_PATH = ColumnChunk.file_path.field_id
 _region = Region._make  # Twice as fast as calling the class.
 _PAGES = RegionKind.PAGES
 
@@ -591,7 +590,7 @@ def regions_of(
         ParquetFormatError: A length is negative or missing, or the data lies in another file.
     """
     # Old writers state an empty path for data in the file itself.
-    if chunk.file_path:
+    if chunk.struct.has(_FILE_PATH) and chunk.file_path:
         raise ParquetFormatError(
             f"the data of column {'.'.join(metadata.path_in_schema)!r} is in another file, "
             f"{chunk.file_path!r}: this is a summary file (_metadata).",
@@ -626,7 +625,7 @@ def regions_at(
     for page in (dictionary_page, index_page):
         if page and (page < start or not start):
             start = page
-    regions = [_region((_PAGES, row_group_ordinal, column_ordinal, start, length, 0, 0))]
+    regions = [_region((_PAGES, row_group_ordinal, column_ordinal, start, length, 0))]
     column_index, column_index_length, offset_index, offset_index_length = indexes
     for kind, offset, index_length in (
         (RegionKind.BLOOM_FILTER, bloom_filter, bloom_filter_length),
@@ -634,7 +633,7 @@ def regions_at(
         (RegionKind.OFFSET_INDEX, offset_index, offset_index_length),
     ):
         if offset is not None:
-            regions.append(_region((kind, row_group_ordinal, column_ordinal, offset, index_length, 0, 0)))
+            regions.append(_region((kind, row_group_ordinal, column_ordinal, offset, index_length, 0)))
     return regions
 
 
@@ -655,16 +654,15 @@ def arranged(regions: Iterable[Region], footer_offset: int, created_by: str | No
     result: list[Region] = []
     next_offset = footer_offset
     for offset, _, kind, region in ordered:
-        _, row_group_ordinal, column_ordinal, _, length, _, _ = region
+        _, row_group_ordinal, column_ordinal, _, length, _ = region
         if length == 0:
-            limit = following = offset
+            limit = offset
         else:
             end = offset + (1 if length is None else length)
             if offset < MAGIC_LENGTH or (length is not None and length < 0) or end > footer_offset:
                 raise ParquetFormatError(f"{_name(region)}: {length} bytes at {offset} are not before the footer.")
             if end > next_offset:
                 raise ParquetFormatError(f"{_name(region)} overlaps with what begins at byte {next_offset}.")
-            following = next_offset
             if length is None:
                 limit = next_offset
             elif tolerance and kind is _PAGES:
@@ -672,7 +670,7 @@ def arranged(regions: Iterable[Region], footer_offset: int, created_by: str | No
             else:
                 limit = end
             next_offset = offset
-        result.append(_region((kind, row_group_ordinal, column_ordinal, offset, length, limit, following)))
+        result.append(_region((kind, row_group_ordinal, column_ordinal, offset, length, limit)))
     result.reverse()
     return result
 

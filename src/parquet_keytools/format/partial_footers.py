@@ -134,7 +134,7 @@ def _selected_schema(schema: list[SchemaElement], positions: Collection[int]) ->
 
 
 def _select_column_orders(metadata: FileMetaData, column_ordinals: Sequence[int]) -> None:
-    entry = metadata.struct.entry(_COLUMN_ORDERS_FIELD_ID)
+    entry = metadata.struct.entry(_COLUMN_ORDERS_FIELD_ID, path=())
     if entry is None or not isinstance(entry[1], ThriftList):
         return
     orders = entry[1]

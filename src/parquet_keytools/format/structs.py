@@ -152,6 +152,10 @@ class Records(Sequence[RecordT]):
     def __iter__(self) -> Iterator[RecordT]:
         return map(self.__getitem__, range(len(self._structs)))
 
+    def along(self, path: Sequence[int]) -> Iterator[RecordT]:
+        """Yield the records, with what is along a path found on the way; what was not read yet is not kept."""
+        return map(self._record, self._structs.along(path))
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
@@ -301,6 +305,10 @@ class EncryptionWithColumnKey(Record):
     path_in_schema = Required(1, list_of(TEXT), refuses_other_types=True)
     key_metadata = Optional(2, BINARY, refuses_other_types=True)
 
+    def has_path(self, path: tuple[str, ...]) -> bool:
+        """Return whether it is about a column with this path."""
+        return _has_path(self, EncryptionWithColumnKey.path_in_schema, path)
+
 
 class ColumnCryptoMetaData(Record):
     """Union: exactly one is set."""
@@ -334,6 +342,11 @@ def path_bytes(path: tuple[str, ...]) -> bytes:
     return write_value(WireType.LIST, ThriftList(WireType.BINARY, names))
 
 
+def _has_path(record: Record, field: Required[list[str]], path: tuple[str, ...]) -> bool:
+    stored = record.struct.entry_bytes(field.field_id)
+    return stored == (WireType.LIST, path_bytes(path)) or tuple(field.__get__(record, type(record))) == path
+
+
 class ColumnMetaData(Record):
     """What a footer says of a column chunk; offsets are from the start of the file, sizes in bytes."""
 
@@ -351,11 +364,7 @@ class ColumnMetaData(Record):
 
     def has_path(self, path: tuple[str, ...]) -> bool:
         """Return whether it is the metadata of a column with this path."""
-        own = self.struct.entry_bytes(_PATH_IN_SCHEMA)
-        return own == (WireType.LIST, path_bytes(path)) or tuple(self.path_in_schema) == path
-
-
-_PATH_IN_SCHEMA = ColumnMetaData.path_in_schema.field_id
+        return _has_path(self, ColumnMetaData.path_in_schema, path)
 
 
 class Statistics(Record):
@@ -376,6 +385,7 @@ class ColumnChunk(Record):
     """A column chunk: where it lies, and how it is encrypted."""
 
     PATH = (3,)  # Its metadata.
+    PATH_OF_KEY = (8, 2)  # What says which key of its own it has.
 
     file_path = Optional(1, TEXT)
     file_offset = Optional(2, I64)

@@ -128,25 +128,42 @@ def pass_value(data: bytes | bytearray | memoryview, code: int, at: int, depth: 
     if depth > MAX_DEPTH:
         raise ParquetFormatError(f"Thrift values nest more than {MAX_DEPTH} deep")
     if code == 12:
-        while header := data[at]:
+        # Structs in structs are passed over by the same loop: calls would take most of the time.
+        innermost = depth
+        while True:
+            header = data[at]
             at += 1
+            if not header:
+                if innermost == depth:
+                    return at
+                innermost -= 1
+                continue
             if header < 0x10:
                 at = _after_varint(data, at, 16)
             code = header & 0x0F
-            if code == 5 or code == 6:
+            if code == 9 and data[at] == 0x18 and innermost < MAX_DEPTH:
+                # A list of one text, as the path of most columns.
+                at += 1
+                code = 8
+            if code == 8:
+                length = data[at]
+                at += 1
+                if length > 0x7F:
+                    if data[at] < 0x80:
+                        length += (data[at] - 1) << 7
+                        at += 1
+                    else:
+                        length, at = _varint(data, at - 1)
+                at += length
+            elif code == 5 or code == 6:
                 if data[at] > 0x7F:
                     at = _after_varint(data, at, 32 if code == 5 else 64)
                 else:
                     at += 1
-            elif code == 8:
-                length = data[at]
-                at += 1
-                if length > 0x7F:
-                    length, at = _varint(data, at - 1)
-                at += length
+            elif code == 12 and innermost < MAX_DEPTH:
+                innermost += 1
             elif code > 2 or code == 0:
-                at = pass_value(data, code, at, depth + 1)
-        return at + 1
+                at = pass_value(data, code, at, innermost + 1)
     if code == 9 or code == 10:
         header = data[at]
         at += 1
@@ -413,6 +430,12 @@ class Structs(Sequence["Struct"]):
             struct = self._read.setdefault(position, struct)
         return struct
 
+    def along(self, path: Sequence[int]) -> Iterator[Struct]:
+        """Yield the structs, as `read` returns them with a path; those that were not read yet are not kept."""
+        for position in range(len(self)):
+            struct = self._read.get(position)
+            yield self._document.struct(self._places[position], self._depth, path)[0] if struct is None else struct
+
     def written(self) -> Iterator[bytes]:
         """Yield the bytes of each struct."""
         data, places, read = self._document.data, self._places, self._read
@@ -495,12 +518,15 @@ class Struct:
         """Return whether it has fields with these types, by id."""
         return self.types().items() >= wanted.items()
 
-    def entry(self, field_id: int, wanted: Collection[WireType] | None = None) -> Entry | None:
+    def entry(
+        self, field_id: int, wanted: Collection[WireType] | None = None, path: Sequence[int] | None = None
+    ) -> Entry | None:
         """Return type and value of a field; what is changed in the value is changed in this struct.
 
         Args:
             field_id: Its id.
             wanted: Types to read, None for all: of a value of another type the type alone is returned.
+            path: As in `read_struct`, from this field on; it is empty for a list whose structs are only located.
         """
         values = self._values
         if values and field_id in values:
@@ -519,7 +545,7 @@ class Struct:
         if code == 1 or code == 2 or (wanted is not None and wire_type not in wanted):
             return wire_type, None
         at = at + 1 if header > 0x0F else _after_varint(data, at + 1, 16)
-        value, _ = document.value(code, at, 1)
+        value, _ = document.value(code, at, 1, path)
         if 9 <= code <= 12:
             if values is None:
                 values = self._values = {}

@@ -23,7 +23,7 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from parquet_keytools.config.loader import load_configuration
-from parquet_keytools.encryption.file_encryption import decrypt_columns
+from parquet_keytools.encryption.file_encryption import authenticate_columns
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
@@ -60,7 +60,6 @@ from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUn
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 from parquet_keytools.storage.locations import ArrowSource, FileLocation
-from parquet_keytools.storage.outputs import BufferSink
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput
 
@@ -150,7 +149,7 @@ def check_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -> 
     """Decrypt and check every module of a Parquet file; errors of `open_data_file`."""
     footer, _ = _open_footer(source, key, name)
     with naming_place(_named(name), footer.columns):
-        decrypt_columns(source, BufferSink(), footer, {})
+        authenticate_columns(source, footer, {})
 
 
 def _named(name: str) -> FileLocation:

@@ -81,16 +81,17 @@ class KeyMaterial:
         Raises:
             KeyMaterialError: The key material is not valid; the text names the field.
         """
-        return cls.from_fields(parse_object(text, "key material"))
+        fields = parse_object(text, "key material")
+        check_type(fields)
+        return cls.from_fields(fields)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> KeyMaterial:
-        """Make key material from the fields of a JSON object.
+        """Make key material from the fields of a JSON object, whose type was checked.
 
         Raises:
             KeyMaterialError: The key material is not valid; the text names the field.
         """
-        check_type(fields)
         is_footer_key = take_field(fields, "isFooterKey", bool)
         kek_id, wrapped_kek = None, None
         if take_field(fields, "doubleWrapping", bool):

@@ -546,11 +546,9 @@ class FileKeyRetriever:
 
     def parsed(self, key_metadata: bytes | None) -> KeyMetadata | None:
         """Return the result of `parse_key_metadata`, which is called once for each value."""
-        try:
-            return self._parsed[key_metadata]
-        except KeyError:
-            parsed = self._parsed[key_metadata] = parse_key_metadata(key_metadata)
-            return parsed
+        if key_metadata not in self._parsed:
+            self._parsed[key_metadata] = parse_key_metadata(key_metadata)
+        return self._parsed[key_metadata]
 
     def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
         """Return the name of a data key; see `DataKeys.name_without_metadata`."""

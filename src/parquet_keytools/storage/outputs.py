@@ -83,23 +83,6 @@ class LocalSink:
                 offset += written
 
 
-class BufferSink:
-    """A file in memory, in `buffer`, that is written in any order."""
-
-    takes_any_order = True
-
-    def __init__(self) -> None:
-        self.buffer = bytearray()
-
-    def reserve(self, length: int) -> None:
-        """Allocate the buffer."""
-        self.buffer = bytearray(length)
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """Write `data` at `offset`."""
-        self.buffer[offset : offset + len(data)] = data
-
-
 class StreamSink:
     """A stream, written in order.
 

@@ -341,7 +341,7 @@ def test_a_place_that_no_module_fits_into(indexed: bytes, kind: RegionKind, leng
         RegionKind.BLOOM_FILTER: metadata.bloom_filter_offset,
     }[kind]
     assert offset is not None
-    region = Region(kind, 0, 0, offset, length, offset + length, offset + length)
+    region = Region(kind, 0, 0, offset, length, offset + length)
     rewrite = ChunkRewrite(chunk, metadata, reader, None)
     rewrite.places = ChunkPlaces.of(metadata)
     with pytest.raises(DecryptionError, match=r"too (short|few)|its length field says"):
@@ -378,7 +378,7 @@ def test_a_bloom_filter_with_another_length_field_is_refused(
     ],
 )
 def test_a_page_offset_of_zero_is_none(indexed: bytes, places: dict[str, int]) -> None:
-    """Readers of an encrypted chunk take the type of its first page from there; copies stay as they are."""
+    """Readers of an encrypted chunk take the type of its first page from there; copies say the same."""
 
     def change(column: ColumnMetaData) -> None:
         if column.path_in_schema == ["b"]:
@@ -391,13 +391,12 @@ def test_a_page_offset_of_zero_is_none(indexed: bytes, places: dict[str, int]) -
     plaintext = {("b",): ColumnEncryption.PLAINTEXT}
     copied = encrypted(source, FileEncryption(keys.new(b"kf"), b"kf", plaintext))
     column = columns_of(read_footer(MemorySource(copied), keys).metadata)[1]
-    assert column.dictionary_page_offset == places.get("dictionary_page_offset")
-    assert column.index_page_offset == places.get("index_page_offset")
+    assert column.dictionary_page_offset is None and column.index_page_offset is None
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_places_that_name_no_page(indexed: bytes, copied: bool) -> None:
-    """They name none afterwards, but the data pages always begin somewhere."""
+    """Afterwards the first page and the first data page are named, and nothing else; 0 names no data page."""
     footer = footer_of(indexed)
     (column, *_) = columns_of(footer)
     start, end = column.dictionary_page_offset, column.data_page_offset
@@ -418,11 +417,11 @@ def test_places_that_name_no_page(indexed: bytes, copied: bool) -> None:
 
     data_page, dictionary_page, none = now(end, start, None)
     assert dictionary_page == start and data_page > start and none is None
-    assert now(end, start, end) == [data_page, start, data_page]
+    assert now(end, start, end) == [data_page, start, None]
     assert now(end, start, end + 1) == [data_page, start, None]
-    assert now(start + 1, start, None) == [start if copied else data_page, start, None]
+    assert now(start + 1, start, None) == [data_page, start, None]
     assert now(0, start, None) == [0, start, None]
-    assert now(start, start + 1, None) == [start, None, None] if copied else [data_page, start, None]
+    assert now(start, start + 1, None) == [data_page, start, None]
 
 
 def test_a_chunk_without_pages_names_no_index_page() -> None:
@@ -436,8 +435,8 @@ def test_a_chunk_without_pages_names_no_index_page() -> None:
     assert back.columns == footer_of(stream.getvalue()).row_groups[0].columns
 
 
-def test_copies_lie_where_their_writer_says(indexed: bytes) -> None:
-    """As far behind as the chunk before them grew: also the end of a chunk, where early writers see it."""
+def test_a_chunk_says_where_it_begins_or_nothing(indexed: bytes) -> None:
+    """Early writers put another copy of the metadata behind the pages, and state its place; it is not copied."""
     footer = footer_of(indexed)
     first, second = footer.row_groups[0].columns
     assert first.meta_data is not None and second.meta_data is not None
@@ -458,5 +457,4 @@ def test_copies_lie_where_their_writer_says(indexed: bytes) -> None:
         assert chunk.meta_data is not None
         moved = chunk.meta_data.data_page_offset - start
         assert moved > 0
-        # Where no page begins nothing is said.
-        assert getattr(chunk, name) == (value + moved if value not in (0, start + 1) else 0)
+        assert getattr(chunk, name) == (value + moved if value == start else 0)

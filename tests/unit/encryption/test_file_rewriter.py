@@ -32,7 +32,7 @@ class Source:
 
 
 def _regions(*places: tuple[int, int]) -> list[Region]:
-    return [Region(RegionKind.PAGES, 0, 0, start, end - start, end, end) for start, end in places]
+    return [Region(RegionKind.PAGES, 0, 0, start, end - start, end) for start, end in places]
 
 
 def test_neighbours_are_read_by_one_read() -> None:

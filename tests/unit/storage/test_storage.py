@@ -13,7 +13,6 @@ from pyarrow import fs as pafs
 from parquet_keytools.errors import OutputError, ParquetFormatError
 from parquet_keytools.storage.locations import ArrowSource, BufferSource, FileLocation, open_source, read_whole
 from parquet_keytools.storage.outputs import (
-    BufferSink,
     StreamSink,
     discarded_unless_done,
     pending_output,
@@ -257,14 +256,6 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("os.pwrite", lambda fd, data, offset: pwrite(fd, data[:3], offset))
     write_whole(local(tmp_path / "x"), b"0123456789")
     assert (tmp_path / "x").read_bytes() == b"0123456789"
-
-
-def test_buffer_sink() -> None:
-    sink = BufferSink()
-    sink.reserve(4)
-    sink.write_at(2, b"cd")
-    sink.write_at(0, b"ab")
-    assert bytes(sink.buffer) == b"abcd"
 
 
 def test_a_stream_is_written_in_order() -> None:
