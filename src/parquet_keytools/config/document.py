@@ -159,6 +159,7 @@ _KINDS = {
     _NULL: "nothing",
     _TIMESTAMP: "a date",
 }
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _QUOTE = "Put it in quotes."
 
 
@@ -237,12 +238,18 @@ def _explained(error: yaml.MarkedYAMLError) -> UnreadableYamlError:
     mark = error.problem_mark or error.context_mark
     line = 1 if mark is None else mark.line + 1
     problem = error.problem or ""
-    # PyYAML quotes parts of the document.
-    reason = "" if "'" in problem or '"' in problem else f": {problem}"
-    if error.context_mark is not None:
-        reason += f" in what starts on line {error.context_mark.line + 1}"
-    hint = "Indent with spaces, not tabs, and put ${NAME} in quotes within braces or brackets."
-    return UnreadableYamlError(f"this is not valid YAML{reason}.", line, hint)
+    if "'\\t'" in problem:
+        return UnreadableYamlError("YAML allows only spaces here, not a tab.", line, "Indent with spaces.")
+    # In `{token: ${NAME}}`, the second brace begins a mapping.
+    hint = "Within braces or brackets, put ${NAME} in quotes." if "got '{'" in problem else ""
+    if error.context and error.context_mark:
+        problem = f"{error.context} that starts on line {error.context_mark.line + 1}, {problem}"
+    return UnreadableYamlError(f"this is not valid YAML: {_QUOTED.sub(_harmless, problem)}.", line, hint)
+
+
+def _harmless(quoted: re.Match[str]) -> str:
+    """Return text that PyYAML quoted, or `...` if it may come from the document."""
+    return quoted[0] if re.fullmatch(r"'(?:\W|<[a-z ]+>)'", quoted[0]) else "..."
 
 
 def _check_limits(nodes: int, depth: int, line: int) -> None:

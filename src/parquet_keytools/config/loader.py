@@ -313,6 +313,22 @@ def _one_kms_settings(document: dict[str, Any], path: YamlPath) -> tuple[KmsSett
 # --- mistakes that pydantic found ---
 
 
+_EXPECTED = {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "tuple_type": "a list, such as [a, b]",
+    "list_type": "a list, such as [a, b]",
+    "dict_type": "a mapping, such as `name: value`",
+    "model_type": "a mapping, such as `name: value`",
+    "model_attributes_type": "a mapping, such as `name: value`",
+}
 _OF_OURS = ("identifier", "data_key", "template")
 _SHORTEST_SECRET = 4
 _NOTHING = object()
@@ -366,25 +382,46 @@ def _message(details: ErrorDetails, model: type[BaseModel], place: YamlPath) -> 
     if kind == "missing":
         return "this field is required.", ""
     if kind == "literal_error":
-        # pydantic's list: `'a', 'b' or 'c'`.
-        known = facts["expected"].split("'")[1::2]
-        return f"this has to be {facts['expected']}.", did_you_mean(given, known) if isinstance(given, str) else ""
+        close = did_you_mean(given, _quoted(facts["expected"])) if isinstance(given, str) else ""
+        expected = facts["expected"]
+        but = "" if type(given) in (str, int) and isinstance(given, str) == ("'" in expected) else _but(given)
+        return f"this has to be {expected}{but}.", close
+    if kind in _EXPECTED:
+        return f"this has to be {_EXPECTED[kind]}{_but(given, kind)}.", _hint(kind, given)
     if kind in ("string_too_short", "too_short"):
         return "this must not be empty.", ""
-    message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    if kind not in _OF_OURS and _quotes(message, given):
-        message = "this value is not valid."
-    return message if message.endswith(".") else f"{message}.", _hint(kind, given)
+    if kind == "greater_than_equal":
+        return f"this has to be at least {facts['ge']:g}.", ""
+    if kind in _OF_OURS or not _quotes(details["msg"], given):
+        message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        return message if message.endswith(".") else f"{message}.", ""
+    return "this value is not valid.", ""
+
+
+def _but(given: Any, kind: str = "") -> str:
+    if isinstance(given, bool):
+        return ", but YAML reads it as true or false"
+    if isinstance(given, int | float) and "number" in _EXPECTED.get(kind, ""):
+        return ""
+    kinds = {str: "a text", int: "a number", float: "a number", list: "a list", dict: "a mapping"}
+    return f", but it is {kinds.get(type(given), 'empty' if given is None else 'something else')}"
 
 
 def _hint(kind: str, given: Any) -> str:
     if given is None:
         return "Fill it in, or leave it out."
+    if kind == "string_type" and isinstance(given, bool):
+        return "Put it in quotes: without them, yes, no, on and off mean true and false."
     if kind == "string_type" and isinstance(given, int | float):
-        return "Put it in quotes: YAML reads it as a number, or yes, no, on and off as true or false."
+        return "Put it in quotes."
     if kind in ("bool_type", "int_type", "float_type") and isinstance(given, str):
         return "Write it without quotes; environment variables stand for texts only."
     return ""
+
+
+def _quoted(expected: str) -> list[str]:
+    """Return the names in pydantic's list of expected values: `'a', 'b' or 'c'`."""
+    return expected.split("'")[1::2]
 
 
 def _quotes(message: str, given: Any) -> bool:

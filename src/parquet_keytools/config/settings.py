@@ -88,7 +88,7 @@ def _checked_data_key(value: Any) -> Any:
         except ValueError:
             key = SecretBytes(b"")
     else:
-        raise PydanticCustomError("string_type", "this has to be a text.")
+        raise PydanticCustomError("string_type", "")
     if len(key) not in KEY_LENGTHS_BYTES:
         raise PydanticCustomError("data_key", "a data key is base64 of 16, 24 or 32 bytes.")
     return key
@@ -97,7 +97,7 @@ def _checked_data_key(value: Any) -> Any:
 def _checked_whole_number(value: Any) -> Any:
     # `Literal[1]` accepts True and 1.0, which are equal to 1.
     if isinstance(value, (bool, float)):
-        raise PydanticCustomError("int_type", "this has to be a whole number.")
+        raise PydanticCustomError("int_type", "")
     return value
 
 
@@ -423,6 +423,11 @@ class TableSettings(StrictSettings):
     @model_validator(mode="after")
     def _check_rules(self) -> TableSettings:
         mistakes = list(self._listed_twice())
+        for position, name in enumerate(self.also_trusted):
+            if name in self.also_trusted[:position]:
+                mistakes.append(Mistake(("also_trusted", position), f"the key {name!r} is listed twice."))
+        if not self.store_aad_prefix and self.aad_prefix is None:
+            mistakes.append(Mistake(("store_aad_prefix",), "there is no aad_prefix that could be stored."))
         if self.unlabelled is not None and not self.labels_from:
             mistakes.append(Mistake(("unlabelled",), "there are no labels_from."))
         if self.labels_from and "unlisted_columns" in self.model_fields_set:
@@ -434,6 +439,17 @@ class TableSettings(StrictSettings):
         if self.plaintext_columns and self.unlisted_columns != "error":
             message = "plaintext_columns needs `unlisted_columns: error`."
             mistakes.append(Mistake(("plaintext_columns",), message))
+        if not self.plaintext_footer:
+            mistakes += [
+                Mistake((name,), "plaintext_footer is not set: an encrypted footer hides all metadata.")
+                for name in ("plaintext_footer_key_values", "plaintext_footer_keys")
+                if name in self.model_fields_set
+            ]
+        if self.shown_columns and self.hash_key is None:
+            message = "shown_columns needs hash_key: without it, no columns are shown as digests."
+            mistakes.append(Mistake(("shown_columns",), message))
+        if self.kek_length_bits is not None and not self.double_wrapping:
+            mistakes.append(Mistake(("kek_length_bits",), "without double_wrapping there are no KEKs."))
         if mistakes:
             raise broken_rules(mistakes)
         return self
@@ -442,9 +458,12 @@ class TableSettings(StrictSettings):
         listed: dict[str, str] = {}
         for key_name, patterns in self.column_keys.items():
             for position, pattern in enumerate(patterns):
-                if listed.setdefault(pattern, key_name) != key_name:
-                    message = f"column {pattern!r} is listed under the key {listed[pattern]!r} already."
-                    yield Mistake(("column_keys", key_name, position), message)
+                if pattern not in listed:
+                    listed[pattern] = key_name
+                    continue
+                again = "twice" if listed[pattern] == key_name else f"under the key {listed[pattern]!r} already"
+                path = ("column_keys", key_name, position)
+                yield Mistake(path, f"column {pattern!r} is listed {again}.")
 
 
 # --- the whole configuration ---
@@ -983,35 +1002,76 @@ def mistakes_in_templates(
 # --- AAD prefixes that begin another ---
 
 
+_NAME = None
+"""Represents a file name: one or more characters other than `/` and NUL."""
+
+_Template = tuple[str | None, ...]
+
+
 def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of tables in which an AAD prefix of the first may begin a longer prefix of the second.
+    """Yield pairs of tables in which an AAD prefix of the first can begin a longer prefix of the second.
 
     Prefixes of the same table are compared, too: `part-1` begins `part-10`. Such prefixes are ambiguous if the
-    file unique has no fixed length. Of prefixes that contain the name of a file, only two that begin differently,
-    or end with `/` and have as many `/` as each other, count as unambiguous: a file name has no `/`.
+    file unique has no fixed length.
 
     Args:
         templates: Name of a table -> template of its AAD prefix.
     """
-    texts = {name: _marking_file_names(name, template) for name, template in templates.items()}
-    for one, (first, begins, is_fixed) in texts.items():
-        for other, (second, other_begins, other_is_fixed) in texts.items():
-            if is_fixed and other_is_fixed:
-                may_begin = first != second and second.startswith(first)
-            else:
-                ends = first.endswith(b"/") and second.endswith(b"/") and first.count(b"/") == second.count(b"/")
-                may_begin = not ends and (begins.startswith(other_begins) or other_begins.startswith(begins))
-            if may_begin:
+    parsed = {name: _parsed(template, name) for name, template in templates.items()}
+    for one, first in parsed.items():
+        for other, second in parsed.items():
+            if _can_begin(first, second):
                 yield one, other
 
 
-def _marking_file_names(table_name: str, template: str) -> tuple[bytes, bytes, bool]:
-    """Return a prefix with NUL for the name of a file; what is before that; and whether there is no such name."""
+def _parsed(template: str, table_name: str) -> _Template:
+    """Return a template as a sequence of bytes, each as a character, and `_NAME`."""
     if template.startswith(BASE64):
-        prefix = prefix_bytes(template)
-        return prefix, prefix, True
-    text = template.format(table_name=table_name, file_name="\0").encode()
-    return text, text.partition(b"\0")[0], b"\0" not in text
+        return tuple(prefix_bytes(template).decode("latin-1"))
+    parts: list[str | None] = []
+    for literal, placeholder, _, _ in string.Formatter().parse(template):
+        parts += literal.encode().decode("latin-1")
+        if placeholder == "table_name":
+            parts += table_name.encode().decode("latin-1")
+        elif placeholder is not None:
+            parts.append(_NAME)
+    return tuple(parts)
+
+
+def _can_begin(one: _Template, other: _Template) -> bool:
+    """Return whether a rendering of `one` can be the beginning of a longer rendering of `other`.
+
+    Both templates are read in parallel, character by character. A place is the number of parts read, and whether
+    the last part is a name that may continue. If a template contains the name twice, each occurrence is treated as
+    independent, which errs on the safe side.
+    """
+    seen = {((0, False), (0, False))}
+    waiting = list(seen)
+    while waiting:
+        first, second = waiting.pop()
+        if first[0] == len(one) and (second[0] < len(other) or second[1]):
+            return True
+        for part, next_first in _steps(one, first):
+            for other_part, next_second in _steps(other, second):
+                places = (next_first, next_second)
+                if _share_a_character(part, other_part) and places not in seen:
+                    seen.add(places)
+                    waiting.append(places)
+    return False
+
+
+def _steps(template: _Template, place: tuple[int, bool]) -> Iterator[tuple[str | None, tuple[int, bool]]]:
+    behind, may_go_on = place
+    if may_go_on:
+        yield _NAME, place
+    if behind < len(template):
+        yield template[behind], (behind + 1, template[behind] is _NAME)
+
+
+def _share_a_character(one: str | None, other: str | None) -> bool:
+    if one is _NAME or other is _NAME:
+        return not {one, other} & {"/", "\0"}
+    return one == other
 
 
 # --- the JSON Schema ---

@@ -47,23 +47,20 @@ AMBIGUOUS = [
     # Bytes: `t`, and the first half of `é`.
     {"a": "base64:dA==", "b": "t/{file_name}/"},
     {"a": "base64:ww==", "b": "é/"},
-    # Only a `/` at the end of both shows where the name of a file ends.
-    {"t": "t/{file_name}/of/{table_name}"},
-    {"a": "t/{file_name}/a", "b": "t/{file_name}/b"},
-    {"a": "{file_name}/", "b": "/{file_name}/"},
-    {"a": "base64:dAA=", "b": "t{file_name}/"},
 ]
 UNAMBIGUOUS = [
     {"t": "t"},
     {"t": "{table_name}"},
     {"t": "{file_name}/"},
     {"t": "t/{file_name}/"},
-    {"t": "t/{file_name}/of/{table_name}/"},
+    {"t": "t/{file_name}/of/{table_name}"},
     {"salary": "{table_name}/", "salary_2019": "{table_name}/"},
     {"a": "a/{file_name}/", "b": "b/{file_name}/"},
     {"a": "t/{file_name}/", "b": "t/{file_name}/"},
-    {"a": "t/{file_name}/a/", "b": "t/{file_name}/b/"},
+    {"a": "t/{file_name}/a", "b": "t/{file_name}/b"},
+    {"a": "{file_name}/", "b": "/{file_name}/"},
     {"a": "base64:AHQ=", "b": "t/{file_name}/"},
+    {"a": "base64:dAA=", "b": "t{file_name}/"},
 ]
 
 

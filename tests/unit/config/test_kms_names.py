@@ -84,7 +84,7 @@ def one_kms(made: dict[str, Any]) -> None:
             lambda made: made["master_keys"]["pii"].update(url="u"),
             r"master_keys\.pii\.url: this field is not known",
         ),
-        (lambda made: made["master_keys"].update(pii=3), r"master_keys\.pii: "),
+        (lambda made: made["master_keys"].update(pii=3), r"master_keys\.pii: this has to be a mapping"),
         (lambda made: made["kms"].update(default="su"), r"kms\.default: no KMS has this name"),
         (lambda made: made["kms"].update(DEFAULT=made["kms"]["eu"]), r"kms\.DEFAULT: the name of a KMS"),
         (lambda made: made["kms"].update({"e:u": made["kms"]["eu"]}), r"the name of a KMS has up to 64"),

@@ -39,22 +39,22 @@ MISTAKES = {
     "comments only": ("# nothing\n", "", 1, ["is empty"]),
     "a text": ("hello", "", 1, ["a configuration is a mapping"]),
     "a list": ("- version: 1", "", 1, ["a configuration is a mapping"]),
-    "tab": ("version: 1\nkms:\n\ttype: in_memory\n", "", 3, ["tabs", "Indent with spaces"]),
+    "tab": ("version: 1\nkms:\n\ttype: in_memory\n", "", 3, ["tab", "Indent with spaces"]),
     "not UTF-8": (b"version: 1\n# \xff\n", "", 2, ["not UTF-8"]),
     "UTF-16": ("version: 1".encode("utf-16"), "", 1, ["not UTF-8"]),
     "control character": ("version: 1\na: \x00\n", "", 2, ["control character"]),
-    "two documents": ("version: 1\n---\nversion: 1\n", "", 2, ["not valid YAML"]),
+    "two documents": ("version: 1\n---\nversion: 1\n", "", 2, ["another document"]),
     "open quote": (f"version: 1\nkms: {{passphrase: '{SECRET}}}\n", "", 3, ["not valid YAML", "line 2"]),
-    "open bracket": ("version: 1\na: [b", "", 2, ["not valid YAML", "line 2"]),
+    "open bracket": ("version: 1\na: [b", "", 2, ["expected ',' or ']'"]),
     "variable within braces": (
         "version: 1\nkms: {type: keystore, path: a, passphrase: ${P}}\n",
         "",
         2,
         ["put ${NAME} in quotes"],
     ),
-    "two colons": ("version: 1\na: b: c\n", "", 2, ["not valid YAML"]),
-    "percent": ("version: 1\na: %b\n", "", 2, ["not valid YAML"]),
-    "unknown alias": (f"version: 1\npassphrase: *{SECRET}\n", "", 2, ["not valid YAML"]),
+    "two colons": ("version: 1\na: b: c\n", "", 2, ["mapping values are not allowed here"]),
+    "percent": ("version: 1\na: %b\n", "", 2, ["cannot start any token"]),
+    "unknown alias": (f"version: 1\npassphrase: *{SECRET}\n", "", 2, ["undefined alias"]),
     "tag": (f"version: 1\nkms: !{SECRET} x\n", "kms", 2, ["tags"]),
     "tag on a mapping": ("version: 1\nkms: !!set {a}\n", "kms", 2, ["tags"]),
     "binary tag": (
@@ -94,13 +94,13 @@ MISTAKES = {
         TABLE + "    column_keys:\n      pii: [yes, a]\n",
         "tables.flights.column_keys.pii[0]",
         8,
-        ["yes, no, on and off", "in quotes"],
+        ["has to be a text", "yes, no, on and off", "in quotes"],
     ),
     "number as a key": (
         HEAD + "tables: {t: {footer_key: 12}}\n",
         "tables.t.footer_key",
         3,
-        ["in quotes"],
+        ["has to be a text, but it is a number", "in quotes"],
     ),
     "date as a column": (
         TABLE + "    column_keys:\n      pii:\n        - a\n        - 2024-01-01\n",
@@ -112,36 +112,36 @@ MISTAKES = {
         TABLE + "    column_keys: {pii: [12:30]}\n",
         "tables.flights.column_keys.pii[0]",
         7,
-        ["in quotes"],
+        ["has to be a text, but it is a number", "in quotes"],
     ),
     "quoted boolean": (
         TABLE + '    plaintext_footer: "yes"\n',
         "tables.flights.plaintext_footer",
         7,
-        ["without quotes"],
+        ["true or false", "without quotes"],
     ),
     "number as a boolean": (
         TABLE + "    double_wrapping: 1\n",
         "tables.flights.double_wrapping",
         7,
-        [],
+        ["true or"],
     ),
     "boolean as a number": (
         TABLE + "    cache_lifetime_seconds: yes\n",
         "tables.flights.cache_lifetime_seconds",
         7,
-        [],
+        ["has to be a number, but YAML reads it as true or false"],
     ),
     "quoted number": (
         TABLE + '    cache_lifetime_seconds: "600"\n',
         "tables.flights.cache_lifetime_seconds",
         7,
-        ["without quotes"],
+        ["has to be a number, but it is a text", "without quotes"],
     ),
     # --- single values
     "no version": ("kms: {type: in_memory, keys: [a]}\n", "version", 1, ["required"]),
     "wrong version": ("version: 2\n", "version", 1, ["has to be 1."]),
-    "version yes": ("version: yes\n", "version", 1, ["whole number"]),
+    "version yes": ("version: yes\n", "version", 1, ["whole number", "true or false"]),
     "version 1.0": ("version: 1.0\n", "version", 1, ["whole number"]),
     "unknown section": ("version: 1\nmaster_key: {}\n", "master_key", 2, ["not known", "'master_keys'?"]),
     "nothing like it": (
@@ -162,8 +162,8 @@ MISTAKES = {
         4,
         ["Did you mean 'columns'?"],
     ),
-    "empty section": ("version: 1\ntables:\n", "tables", 2, ["leave it out"]),
-    "table is a text": (HEAD + "tables: {t: a}\n", "tables.t", 3, []),
+    "empty section": ("version: 1\ntables:\n", "tables", 2, ["has to be a mapping", "empty", "leave it out"]),
+    "table is a text": (HEAD + "tables: {t: a}\n", "tables.t", 3, ["has to be a mapping", "a text"]),
     "no footer key": (
         HEAD + "tables:\n  t:\n    algorithm: AES_GCM_V1\n",
         "tables.t.footer_key",
@@ -186,7 +186,7 @@ MISTAKES = {
         "version: 1\nreading:\n  plaintext_files: no\n",
         "reading.plaintext_files",
         3,
-        ["'reject' or 'allow'"],
+        ["'reject' or 'allow'", "true or false"],
     ),
     "key length": (
         TABLE + "    data_key_length_bits: 512\n",
@@ -198,19 +198,19 @@ MISTAKES = {
         TABLE + "    cache_lifetime_seconds: -1\n",
         "tables.flights.cache_lifetime_seconds",
         7,
-        ["0"],
+        ["at least 0"],
     ),
     "endless lifetime": (
         TABLE + "    cache_lifetime_seconds: .inf\n",
         "tables.flights.cache_lifetime_seconds",
         7,
-        [],
+        ["finite number"],
     ),
     "no list": (
         TABLE + "    column_keys:\n      pii: tailnum\n",
         "tables.flights.column_keys.pii",
         8,
-        [],
+        ["has to be a list, such as [a, b], but it is a text"],
     ),
     "empty list": (
         TABLE + "    column_keys: {pii: []}\n",
@@ -295,9 +295,27 @@ MISTAKES = {
         "version: 1\nkms: {type: keystore, path: a, passphrase: 98765432123}\n",
         "kms.passphrase",
         2,
-        ["in quotes"],
+        ["has to be a text", "in quotes"],
     ),
     # --- rules over several fields
+    "prefix not stored": (
+        TABLE + "    store_aad_prefix: false\n",
+        "tables.flights.store_aad_prefix",
+        7,
+        ["no aad_prefix"],
+    ),
+    "KEK length without KEKs": (
+        TABLE + "    double_wrapping: false\n    kek_length_bits: 256\n",
+        "tables.flights.kek_length_bits",
+        8,
+        ["no KEKs"],
+    ),
+    "column twice": (
+        TABLE + "    column_keys:\n      pii:\n      - a\n      - b\n      - a\n",
+        "tables.flights.column_keys.pii[2]",
+        11,
+        ["'a' is listed twice"],
+    ),
     "column under two keys": (
         TABLE + "    column_keys:\n      pii: [a]\n      times: [b, a]\n",
         "tables.flights.column_keys.times[1]",
@@ -603,7 +621,7 @@ def test_a_mapping_has_yaml_paths_but_no_lines():
     with pytest.raises(ConfigurationError) as caught:
         parse_configuration({"version": 1, "tables": {"a.b": {"footer_key": 1}}})
     assert (caught.value.file, caught.value.line) == (None, None)
-    assert str(caught.value).startswith('tables["a.b"].footer_key: ')
+    assert str(caught.value).startswith('tables["a.b"].footer_key: this has to be a text')
 
 
 def test_a_mapping_may_hold_secret_objects_and_ready_settings():

@@ -153,8 +153,8 @@ def test_models_are_frozen_and_closed():
 
 
 def test_rules_hold_for_models_made_in_python_too():
-    with pytest.raises(ValidationError, match="plaintext_columns needs"):
-        TableSettings(footer_key="a", plaintext_columns=("b",), unlisted_columns="footer_key")
+    with pytest.raises(ValidationError, match="no aad_prefix that could be stored"):
+        TableSettings(footer_key="a", store_aad_prefix=False)
     with pytest.raises(ValidationError, match="no kms that could hold master keys"):
         Configuration(version=1, master_keys={"a": "b"})
 

@@ -201,10 +201,14 @@ def test_a_key_that_is_also_trusted_has_to_be_declared():
                 "footer_key": "kf",
                 "column_keys": {"kf": ["a"]},
                 "unlisted_columns": "plaintext",
-                "also_trusted": ["kx"],
+                "also_trusted": ["kx", "kx"],
             }
         },
     }
+    with pytest.raises(ConfigurationError, match="the key 'kx' is listed twice") as twice:
+        parse_configuration(document)
+    assert twice.value.yaml_path == "tables.t.also_trusted[1]"
+    document["tables"]["t"]["also_trusted"] = ["kx"]
     with pytest.raises(ConfigurationError, match="there is no key 'kx'") as unknown:
         parse_configuration(document)
     assert unknown.value.yaml_path == "tables.t.also_trusted[0]"
