@@ -11,7 +11,7 @@ import enum
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,14 +221,12 @@ def _decode(content: bytes | str) -> str:
 
 def _compose(text: str) -> Node | None:
     try:
-        return yaml.SafeLoader(text).get_single_node()
+        return _BoundedLoader(text).get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         unreadable = UnreadableYamlError("the configuration contains a control character.", line)
     except yaml.MarkedYAMLError as error:
         unreadable = _explained(error)
-    except RecursionError:
-        unreadable = UnreadableYamlError("values are nested too deeply.", 1)
     # Raised outside the handlers, since PyYAML's error quotes the document, which may hold secrets.
     raise unreadable
 
@@ -250,6 +248,24 @@ def _explained(error: yaml.MarkedYAMLError) -> UnreadableYamlError:
 def _harmless(quoted: re.Match[str]) -> str:
     """Return text that PyYAML quoted, or `...` if it may come from the document."""
     return quoted[0] if re.fullmatch(r"'(?:\W|<[a-z ]+>)'", quoted[0]) else "..."
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """PyYAML's composer with limits; it makes nodes, not values."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = 0
+        self._depth = 0
+
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        self._nodes += 1
+        self._depth += 1
+        _check_limits(self._nodes, self._depth, self.get_mark().line + 1)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
 
 def _check_limits(nodes: int, depth: int, line: int) -> None:
@@ -290,13 +306,9 @@ class _Walk:
     def _mapping(self, node: MappingNode, path: YamlPath, depth: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
-        for name_node, value_node in node.value:
-            if name_node.tag == _MERGE:
-                hint = "Write the fields out, or use an alias for the whole value."
-                self._mistake(name_node, path, "merges (`<<`) are not supported.", hint)
-                continue
+        for name_node, value_node, merged in self._entries(node, path, depth):
             name = self._name(name_node, path)
-            if name is None:
+            if name is None or (merged and name in values):
                 continue
             if name in values:
                 self._mistake(name_node, (*path, name), f"this name is on line {lines[name]} already.")
@@ -304,6 +316,25 @@ class _Walk:
             lines[name] = self._document.lines[*path, name] = _line(name_node)
             values[name] = self.value(value_node, (*path, name), depth + 1)
         return values
+
+    def _entries(self, node: MappingNode, path: YamlPath, depth: int) -> Iterator[tuple[Node, Node, bool]]:
+        """Yield name, value, and whether a merge (`<<: *name`) added them; merged entries come last."""
+        self._nodes += 1
+        _check_limits(self._nodes, depth, _line(node))
+        merged: list[Node] = []
+        for name_node, value_node in node.value:
+            if name_node.tag != _MERGE:
+                yield name_node, value_node, False
+            elif isinstance(value_node, SequenceNode):
+                merged.extend(value_node.value)
+            else:
+                merged.append(value_node)
+        for source in merged:
+            if isinstance(source, MappingNode):
+                for name_node, value_node, _ in self._entries(source, path, depth + 1):
+                    yield name_node, value_node, True
+            else:
+                self._mistake(source, path, "`<<` takes an alias of a mapping.")
 
     def _name(self, node: Node, path: YamlPath) -> str | None:
         if not isinstance(node, ScalarNode):
