@@ -128,6 +128,8 @@ soak: mutants mutation ## Hours: all mutants, crash points and races in place of
 		tests/tamper/test_write_crashes.py tests/tamper/test_erase_crashes.py tests/tamper/test_two_users.py \
 		tests/tamper/test_rotation_concurrency.py tests/tamper/test_iceberg_crashes.py \
 		tests/tamper/test_iceberg_users.py tests/services/test_s3_rotation.py tests/interop/test_view_matrix.py \
+		tests/interop/test_rotated_files.py tests/interop/test_spark_files.py tests/services/test_rotation_attacks.py \
+		tests/unit/cli \
 		tests/vectors/test_public_views.py tests/vectors/test_round_trip.py tests/vectors/test_page_ordinals.py \
 		tests/unit/iceberg tests/unit/serve \
 		tests/services/test_spark_pipelines.py tests/tamper/test_footer_memory.py \

@@ -157,7 +157,7 @@ _VALUES = [None, (WireType.I64, -7), (WireType.I32, 300), (WireType.TRUE, None),
 
 @given(st.sampled_from(_FOOTERS), st.data())
 @settings(
-    max_examples=how_many(150, 3_000),
+    max_examples=how_many(75, 3_000),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_what_is_set_is_written_as_if_all_had_been_read(footer: bytes, draw: st.DataObject) -> None:
@@ -193,7 +193,7 @@ def test_what_is_set_is_written_as_if_all_had_been_read(footer: bytes, draw: st.
 
 
 every = settings(
-    max_examples=how_many(250, 20_000),
+    max_examples=how_many(100, 20_000),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -36,7 +36,7 @@ from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_struct
 from parquet_keytools.storage.locations import FileLocation
 
-MUTANTS = how_many(600, 100_000)
+MUTANTS = how_many(300, 100_000)
 BASES = ("column-keys", "uniform", "plaintext-footer", "v2-pages", "nested", "zstd", "double-wrapping", "ctr-crc")
 """Every byte of these is authenticated, or covered by a CRC, or stands where the rules look at it."""
 

@@ -15,6 +15,7 @@ from engines.policy import EncryptedFile, Policy
 from engines.sample import TABLE
 from matrix import SPARK
 from rotation_case import key_material_file, materials
+from soak import SOAK
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import TableMismatchError
@@ -36,10 +37,32 @@ POLICIES = [
     replace(policies.EXTERNAL, title="external, plaintext footer", plaintext_footer=True),
     replace(policies.EXTERNAL, title="external, single wrapping", double_wrapping=False),
 ]
-every_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.title)
+WRITERS = [ArrowPath, ModulePath, PlainPyarrow, None]
+"""None stands for Spark."""
 
 ROTATIONS: list[dict[str, Any]] = [{}, {"moves": {"pii": "place"}}, {"new_keks": True}]
-every_rotation = pytest.mark.parametrize("options", ROTATIONS, ids=["same master keys", "move", "new KEKs"])
+ROTATION_NAMES = ["same master keys", "move", "new KEKs"]
+every_rotation = pytest.mark.parametrize("options", ROTATIONS, ids=ROTATION_NAMES)
+
+
+def name_of(writer: type[Any] | None) -> str:
+    return SPARK if writer is None else writer.__name__
+
+
+# Policy, rotation and writer are independent: each pair is there.
+TRIPLES = [
+    pytest.param(policy, ROTATIONS[r], WRITERS[w], id=f"{name_of(WRITERS[w])}-{ROTATION_NAMES[r]}-{policy.title}")
+    for p, policy in enumerate(POLICIES)
+    for r in range(3)
+    for w in range(3)
+    if SOAK or (p + r + w) % 3 == 0
+]
+PAIRS = [
+    pytest.param(policy, writer, id=f"{name_of(writer)}-{policy.title}")
+    for p, policy in enumerate(POLICIES)
+    for w, writer in enumerate(WRITERS)
+    if SOAK or (p + p // 2 + w) % 2 == 0
+]
 
 
 def wrapped_keys(tools: Keytools, path: Path) -> set[str]:
@@ -64,9 +87,7 @@ def rotate(policy: Policy, path: Path, options: dict[str, Any]) -> None:
             assert not before & after
 
 
-@every_policy
-@every_rotation
-@pytest.mark.parametrize("writer", [ArrowPath, ModulePath, PlainPyarrow], ids=lambda writer: writer.__name__)
+@pytest.mark.parametrize(("policy", "options", "writer"), TRIPLES)
 def test_pyarrow_reads(tmp_path: Path, policy: Policy, options: dict[str, Any], writer: type[Any]) -> None:
     path = writer().write(policy, tmp_path)
     # Arrow shows more in plaintext footers than the specification allows. A rotation changes nothing about what a
@@ -83,10 +104,7 @@ def test_pyarrow_reads(tmp_path: Path, policy: Policy, options: dict[str, Any], 
             keytools(policy).read_table(path)
 
 
-@every_policy
-@pytest.mark.parametrize(
-    "writer", [ArrowPath, ModulePath, PlainPyarrow, None], ids=["Arrow", "module", "pyarrow", "Spark"]
-)
+@pytest.mark.parametrize(("policy", "writer"), PAIRS)
 def test_spark_reads(spark: Spark, tmp_path: Path, policy: Policy, writer: type[Any] | None) -> None:
     path = (spark if writer is None else writer()).write(policy, tmp_path)
     assert key_material_file(path).is_file() == (policy.key_material == "external")

@@ -11,9 +11,13 @@ from soak import SOAK
 from warm_python import WarmPython
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+# Each starts a cluster of its own. The pages on Ray and Spark do the same.
+LONG = ("ray_tasks", "spark_native")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if SOAK or path.stem not in LONG], ids=lambda path: path.stem
+)
 def test_it_runs(path: Path, tmp_path: Path, warm_python: WarmPython) -> None:
     if path.stem.startswith("spark_") and os.environ.get("SPARK") == "no":
         pytest.skip("SPARK=no leaves the examples with Spark out")

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
-from parquet_keytools.errors import ConfigurationError
 
 PAGE = "serve-to-other-languages"
 HTTPFS = ("duckdb==1.4.4", "duckdb-ext-httpfs==1.4.4.20260205")
@@ -154,16 +153,8 @@ def test_labels_of_a_dbt_project_that_change_between_two_builds(programs: Path, 
 
     assert build(SCHEMA) == {"id": None, "email": "pii", "card": "pii"}
     shutil.copytree(tmp_path, tmp_path.with_name("old"))
-    assert build(SCHEMA.replace("- name: card\n        config: {meta: {class: pii}}",
-                                "- name: card\n        config: {meta: {class: payment}}")) == {
-        "id": None, "email": "pii", "card": "pci"
-    }  # fmt: skip
-    # A label that someone removes.
-    with pytest.raises(ConfigurationError, match="'email'"):
-        build(SCHEMA.replace("        config: {meta: {class: pii}}\n", "", 1))
-    changed = SCHEMA.replace("- name: email\n        config: {meta: {class: pii}}",
-                             "- name: email\n        config: {meta: {class: public}}")  # fmt: skip
-    assert build(changed)["email"] is None
+    changed = SCHEMA.replace("class: pii", "class: public", 1).replace("class: pii", "class: payment")
+    assert build(changed) == {"id": None, "email": None, "card": "pci"}
     config, old = tmp_path / "keytools.yaml", tmp_path.with_name("old") / "keytools.yaml"
     done = CliRunner().invoke(app, ["check", str(config), "--against", str(old), "--json"])
     assert done.exit_code == 1

@@ -30,7 +30,9 @@ ignore_errors = True
 [mypy-pandas.*,pyspark.*]
 ignore_missing_imports = True
 # What other libraries import, and no script: half of all that would be read.
-[mypy-google.*,hypothesis.*,markdown_it.*,ray.*,rich.*,sqlalchemy.*]
+[mypy-azure.*,boto3.*,botocore.*,dask.*,dbt_artifacts_parser.*,google.*,graphql.*,hypothesis.*,markdown_it.*]
+follow_imports = skip
+[mypy-moto.*,opentelemetry.*,ray.*,rich.*,sqlalchemy.*,werkzeug.*]
 follow_imports = skip
 """
 

@@ -136,12 +136,16 @@ def happened(case: Case) -> Loss:
     for path in sorted(case.folder.glob("*.parquet")):
         # As the table that it is a file of.
         settings = KINDS[path.stem.rpartition("-")[0]]
-        for column in TABLE.column_names:
+
+        def reads(columns: list[str], path: Path = path, settings: dict[str, Any] = settings) -> bool:
             try:
-                tools = case.tools(**settings)
-                assert tools.read_table(path, columns=[column]).equals(TABLE.select([column]))
+                assert case.tools(**settings).read_table(path, columns=columns).equals(TABLE.select(columns))
             except KeytoolsError:
-                lost.add((path.name, column))
+                return False
+            return True
+
+        if not reads(TABLE.column_names):
+            lost |= {(path.name, column) for column in TABLE.column_names if not reads([column])}
     return lost
 
 

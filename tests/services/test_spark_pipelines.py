@@ -409,7 +409,7 @@ def copies(place: Place, flights: pa.Table) -> dict[str, Path]:
 
 
 WORKER, EXECUTOR = "pyspark.daemon", "CoarseGrainedExecutorBackend"
-KILLED = [("encrypt", EXECUTOR), ("encrypt", WORKER), ("rotate", EXECUTOR), ("rekey", WORKER)]
+KILLED = [("encrypt", EXECUTOR), ("rekey", WORKER)]
 if SOAK:
     KILLED = list(itertools.product(("encrypt", "rotate", "rekey"), (EXECUTOR, WORKER)))
 

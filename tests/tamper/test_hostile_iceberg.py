@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import json
 import os
+import shutil
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import zstandard
-from iceberg_case import Lake, rows, storage_that
+from iceberg_case import Lake, put_back, rows, storage_that
 from pyiceberg.types import StringType
 
 from parquet_keytools.errors import ConfigurationError, KeytoolsError, NotEncryptedError, ParquetFormatError
@@ -24,11 +25,20 @@ from parquet_keytools.iceberg.table_audit import TableAudit, TableReport, locate
 BOMB = 64 << 20
 
 
+@pytest.fixture(scope="module")
+def saved(folder_in_memory: Path) -> Path:
+    """A copy of the folder `lake` beside it, with a table."""
+    folder = folder_in_memory / "hostile" / "lake"
+    folder.mkdir(parents=True)
+    Lake(folder).create().append(rows(0, 5))
+    return Path(shutil.copytree(folder, folder.with_name("saved")))
+
+
 @pytest.fixture
-def lake(tmp_path: Path) -> Lake:
-    lake = Lake(tmp_path)
-    lake.create().append(rows(0, 5))
-    return lake
+def lake(saved: Path) -> Lake:
+    folder = saved.with_name("lake")
+    put_back(saved, folder)
+    return Lake(folder)
 
 
 def path_of(location: str) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from iceberg_case import Lake, rows
+from iceberg_case import Lake, put_back, rows
 from soak import sample
 
 from parquet_keytools.iceberg.table_audit import TableAudit, TableReport, located_table
@@ -66,17 +66,12 @@ def verified(lake: Lake) -> TableReport:
 def test_a_kill_at_each_step_loses_nothing_and_leaks_nothing(
     worker: Worker, tmp_path: Path, operation: str, step: int, offset: int
 ) -> None:
-    # Folders of one name: metadata files have absolute locations.
     begin, folder = tmp_path / "begin", tmp_path / "lake"
     folder.mkdir()
     lake = Lake(folder)
     lake.create().append(rows(0, 10))
     shutil.copytree(folder, begin)
     before = lake.ids()
-
-    def anew() -> None:
-        shutil.rmtree(folder)
-        shutil.copytree(begin, folder)
 
     assert worker.run(lake, operation) == 0
     steps = json.loads(worker.steps.read_text())
@@ -93,7 +88,7 @@ def test_a_kill_at_each_step_loses_nothing_and_leaks_nothing(
     )
     last_commit = max(n for n, name in enumerate(steps) if name == "after the commit")
     for point in sample(range(len(steps)), step, offset):
-        anew()
+        put_back(begin, folder)
         files = lake.files()
         assert worker.run(lake, operation, point) == -signal.SIGKILL, steps[point]
         committed = point >= last_commit

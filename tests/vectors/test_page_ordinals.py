@@ -173,8 +173,9 @@ VIEWS = ("read_table", "view", "rekey")
 @pytest.mark.parametrize("reader", [reader for reader in READERS if SOAK or reader not in VIEWS])
 def test_no_reader_takes_more_pages_than_there_are_ordinals(pages: Pages, reader: str, tmp_path: Path) -> None:
     target = tmp_path / "x.parquet"
-    assert READERS[reader](pages.keytools(), pages.file(MAX_COUNT), target) == MAX_COUNT
-    target.unlink(missing_ok=True)
+    if SOAK or reader in ("dataset", "rekey in place"):
+        assert READERS[reader](pages.keytools(), pages.file(MAX_COUNT), target) == MAX_COUNT
+        target.unlink(missing_ok=True)
     with pytest.raises((FormatLimitError, ParquetFormatError, DecryptionError)) as refused:
         READERS[reader](pages.keytools(), pages.file(WRAPPED), target)
     if reader == "rekey in place":

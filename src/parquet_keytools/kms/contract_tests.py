@@ -283,6 +283,7 @@ class KmsClientContract(ABC):
                     if kms.wrapped_key_version(changed, master_key_id) not in (None, said):
                         with pytest.raises(KmsError):
                             unwrap_one(kms, changed, master_key_id)
+                        break
 
     def test_reads_a_version_from_whatever_it_is_given(self, kms: KmsClient, master_key_id: str) -> None:
         """A text that is not a wrapped key has no version, and causes no error."""

@@ -30,6 +30,7 @@ import pytest
 from copying_program import PIDS
 from faults import let_a_worker_die_at_work
 from fsspec.implementations.dirfs import DirFileSystem
+from soak import SOAK
 from unit.cli.conftest import MASTER_KEYS, PROGRAM
 from vector_kit.breaches import breaking_vectors
 from vector_kit.write_kit import data_keys, place_vector
@@ -91,14 +92,14 @@ def test_commands_say_the_same(run, config: Path, many: Path, tmp_path: Path, ta
         for command, status in (
             (("encrypt", many, encrypted), 1),
             (("encrypt", many, encrypted, "--skip-existing", "--json"), 1),
-            (("verify", encrypted, "--json"), 0),
             (("decrypt", encrypted, decrypted, "--mode", "640", "--json"), 0),
-            (("rekey", encrypted, rekeyed), 0),
+            # Those of the next test, too.
+            *([(("verify", encrypted, "--json"), 0), (("rekey", encrypted, rekeyed), 0)] if SOAK else []),
         ):
             done = run(*command, *more)
             assert done.exit_code == status, done.output
             said[number].append(without_times(done.output, out))
-        assert Keytools.from_yaml(config).read_table(rekeyed).num_rows == FILES * table.num_rows
+        assert Keytools.from_yaml(config).read_table(encrypted).num_rows == FILES * table.num_rows
         assert {path.stat().st_mode & 0o777 for path in decrypted.rglob("*.parquet")} == {0o640}
         assert len(list(decrypted.rglob("*.parquet"))) == FILES
     assert said[1] == said[2]
@@ -373,7 +374,7 @@ def wait_for(tmp_path: Path, *names: str) -> None:
     [
         ("killed", r"Error: a worker process was killed.* Each file that it was working on is whole"),
         ("full", r"Failed: .*full.parquet: no space left on device"),
-        ("refused", r"Failed: .*refused.parquet is not encrypted"),
+        *([("refused", r"Failed: .*refused.parquet is not encrypted")] if SOAK else []),
     ],
 )
 def test_one_file_fails(copying, many: Path, tmp_path: Path, name: str, said: str) -> None:

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from iceberg_reader import KEYS, Warehouse, current_metadata, open_sealed, open_stream, write_stream
+from soak import how_many
 
 from parquet_keytools.errors import DecryptionError, KeytoolsError, NotEncryptedError
 from parquet_keytools.iceberg import ags1
@@ -329,7 +330,7 @@ def test_a_file_that_becomes_shorter_is_refused() -> None:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=how_many(100, 10_000))
 def test_mutants_of_a_stream_end_in_our_errors(data: st.DataObject) -> None:
     stream = written(b"some rows of a manifest list")
     mutant = bytearray(stream)

@@ -13,6 +13,7 @@ from pyiceberg.expressions import IsNull, NotNull
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DoubleType, IntegerType, LongType, StringType
+from soak import sample
 
 from parquet_keytools.iceberg import create_table, load_table
 
@@ -212,7 +213,7 @@ def test_a_column_may_have_any_name(lake: Lake, name: str) -> None:
     assert_are_twins(lake)
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("name", sample(ODD_NAMES, 4, 1))
 def test_a_column_may_be_renamed_to_any_name(lake: Lake, name: str) -> None:
     before = pa.table({"v": ["x", None, "y"], "id": [1, 2, 3]})
     after = before.rename_columns([name, "id"])
