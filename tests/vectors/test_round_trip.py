@@ -12,10 +12,9 @@ import pytest
 from memory_files import MemorySink, MemorySource, NamedKeys, decrypted, encrypted, rekey_source
 from soak import SOAK
 
-from parquet_keytools.encryption.chunk_pages import source_offsets
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.encryption.footer import Footer, read_footer
-from parquet_keytools.encryption.page_walk import walk_chunk
+from parquet_keytools.encryption.page_walk import source_offsets, walk_chunk
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.format.pages import read_page_header, with_sizes
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData, OffsetIndex

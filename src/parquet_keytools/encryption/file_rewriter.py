@@ -11,13 +11,16 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from parquet_keytools.encryption.aad import MAX_ORDINAL, ModuleType
-from parquet_keytools.encryption.chunk_pages import ChunkPages, PageJobs, output_lengths, source_offsets
 from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher
 from parquet_keytools.encryption.page_walk import (
     NOT_DATA,
+    ChunkPages,
     DataPages,
+    PageJobs,
     checked_column_index,
     checked_offset_index,
+    output_lengths,
+    source_offsets,
     walk_chunk,
 )
 from parquet_keytools.errors import ParquetFormatError

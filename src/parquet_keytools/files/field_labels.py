@@ -104,31 +104,3 @@ def labels_of_schema(schema: pa.Schema, field: str) -> Mapping[ColumnPath, str]:
     for one in schema:
         look(one, (one.name,))
     return found
-
-
-class LabelsOfData:
-    """The labels of the schema that decided about the keys of a file, for data that comes later."""
-
-    def __init__(self, field: str | None, schema: pa.Schema) -> None:
-        """Keep the labels; `field` is the metadata entry that holds them, None if labels of data do not count."""
-        self._field = field
-        self._labels = {} if field is None else labels_of_schema(schema, field)
-        self._seen = schema
-        self._names = frozenset(schema.names)
-
-    def refuse_others(self, schema: pa.Schema) -> None:
-        """Refuse data with a label that the schema did not have: its column may be plaintext.
-
-        Raises:
-            ConfigurationError: A field has another label.
-        """
-        if self._field is None or schema is self._seen:
-            return
-        for path, label in labels_of_schema(schema, self._field).items():
-            if path[0] in self._names and self._labels.get(path) != label:
-                raise ConfigurationError(
-                    f"the field {'.'.join(path)!r} of some of the data has the label {label!r}, and the schema "
-                    "that decides does not.",
-                    hint="Give the field its label in the schema of the writer or of the data set.",
-                )
-        self._seen = schema

@@ -17,9 +17,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from parquet_keytools.encryption.aad import MAX_COUNT
-from parquet_keytools.encryption.chunk_pages import check_crc, decrypt_page
 from parquet_keytools.encryption.module_cipher import LENGTH_LENGTH, NO_PAGE_ORDINAL, ChunkCipher
-from parquet_keytools.encryption.page_walk import HeaderWindow, read_encrypted_header
+from parquet_keytools.encryption.page_walk import HeaderWindow, check_crc, decrypt_page, read_encrypted_header
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.file_layout import ByteSource, HeldSource, Region
 from parquet_keytools.format.pages import PageHeaderFacts, padded_header, with_sizes

@@ -10,11 +10,10 @@ import pytest
 from memory_files import MemorySource, encrypted
 
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
-from parquet_keytools.encryption.chunk_pages import ChunkPages
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.encryption.module_cipher import ChunkCipher, ModuleCipher
-from parquet_keytools.encryption.page_walk import read_first_page, walk_chunk
+from parquet_keytools.encryption.page_walk import ChunkPages, read_first_page, walk_chunk
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.structs import PageHeader
