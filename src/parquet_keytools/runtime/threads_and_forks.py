@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -323,12 +323,18 @@ def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: 
     futures: list[Future[None]] = []
     try:
         for _ in range(threads - 1):
-            futures.append(pool.submit(shared.give_to, work))
-        shared.give_to(work)
+            futures.append(pool.submit(shared.help, work))
+        work(shared)
         wait(futures)
+    except BaseException:
+        shared.stop()
+        raise
     finally:
-        shared.is_stopped = True
-        end(pool, futures)
+        try:
+            end(pool, futures)
+        finally:
+            # Also for a thread of which `submit` was interrupted: its future is not among ours.
+            shared.wait_for_helpers()
     for future in futures:
         future.result()
 
@@ -338,31 +344,37 @@ def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> 
 
     The calling thread only waits: no signal, such as of Ctrl-C, interrupts a call that was begun.
 
+    Args:
+        function: Is called by several threads.
+        items: What it is called with.
+        threads: How many threads work, at most.
+
     Raises:
         BaseException: What interrupted the calling thread, else the error for the first item that has one. No
             thread works then.
     """
-    has_failed = threading.Event()
+    caller = threading.get_ident()
+    results: dict[int, R] = {}
+    errors: dict[int, Exception] = {}
 
-    def call(item: T) -> R:
-        try:
-            return function(item)
-        except BaseException:
-            has_failed.set()
-            raise
+    def work(taken: Iterator[tuple[int, T]]) -> None:
+        if threading.get_ident() == caller:
+            return
+        for position, item in taken:
+            try:
+                results[position] = function(item)
+            except Exception as error:
+                errors[position] = error
+                raise
 
-    pool = ThreadPoolExecutor(max(1, min(threads, len(items))), thread_name_prefix="parquet-keytools")
-    futures: list[Future[R]] = []
     try:
-        for item in items:
-            if has_failed.is_set():
-                break
-            futures.append(pool.submit(call, item))
-        wait(futures, return_when=FIRST_EXCEPTION)
-    finally:
-        end(pool, futures)
-    # What was cancelled comes after an item that failed.
-    return [future.result() for future in futures]
+        share_out(work, enumerate(items), 1 + min(threads, len(items)))
+    except Exception:
+        if not errors:
+            raise
+        # All items before one that failed were taken before it, and their calls have ended.
+        raise errors[min(errors)] from None
+    return [results[position] for position in range(len(items))]
 
 
 def end(pool: Executor, futures: Collection[Future[Any]]) -> None:
@@ -395,19 +407,53 @@ class _Shared(Iterator[T]):
     """The items that are left, until it is stopped."""
 
     def __init__(self, items: Iterable[T]) -> None:
-        self.is_stopped = False
+        self._is_stopped = False
         self._items = iter(items)
         self._lock = threading.Lock()
+        self._helpers = 0
+        self._helper_ended = threading.Condition()
 
     def __next__(self) -> T:
         with self._lock:
-            if self.is_stopped:
+            if self._is_stopped:
                 raise StopIteration
             return next(self._items)
 
-    def give_to(self, work: Callable[[Iterator[T]], None]) -> None:
+    def stop(self) -> None:
+        """Let no thread take another item, and no thread begin."""
+        with self._helper_ended:
+            self._is_stopped = True
+
+    def help(self, work: Callable[[Iterator[T]], None]) -> None:
+        """Work in this thread."""
+        with self._helper_ended:
+            if self._is_stopped:
+                return
+            self._helpers += 1
         try:
             work(self)
         except BaseException:
-            self.is_stopped = True
+            self.stop()
             raise
+        finally:
+            with self._helper_ended:
+                self._helpers -= 1
+                self._helper_ended.notify_all()
+
+    def wait_for_helpers(self) -> None:
+        """Wait until no thread works, also when interrupted.
+
+        Raises:
+            KeyboardInterrupt: The wait was interrupted; the threads have ended all the same.
+        """
+        interruption: KeyboardInterrupt | None = None
+        have_ended = False
+        while not have_ended:
+            try:
+                with self._helper_ended:
+                    self._helper_ended.wait_for(lambda: not self._helpers)
+                have_ended = True
+            except KeyboardInterrupt as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
