@@ -11,11 +11,10 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from parquet_keytools.errors import FileChangedError, KeytoolsError, KmsError
-from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation, PathLike
 from parquet_keytools.storage.walk import is_data_file, names_passed_over
 
@@ -191,13 +190,18 @@ class ServedTree:
             if self._only is None and names_passed_over(name):
                 continue
             try:
-                self._path_of(key)
+                place = self._path_of(key)
+                # `ls` reports a link, `info` reports its target.
+                is_known = facts["type"] in ("file", "directory")
+                kind = facts["type"] if is_known else self._filesystem.info(place)["type"]
             except FileNotFoundError:
                 _log.warning("%r is not served: a broken link, a link out of the folder, or an invalid name", key)
                 continue
-            # What is neither is a pipe, a socket, a device, or a link to a folder that contains it.
-            kind = facts["type"]
-            if self._only in (None, key) and (kind == "directory" or (kind == "file" and self._is_listed(key))):
+            if self._only not in (None, key) or (kind == "file" and not self._is_listed(key)):
+                continue
+            if kind == "directory" and self._leads_back(key):
+                _log.warning("%r is not served: a link to a folder that contains it", key)
+            elif kind in ("file", "directory"):
                 found.append(ServedEntry(key, kind == "directory"))
         return sorted(found, key=lambda entry: entry.sort_key)
 
@@ -213,6 +217,13 @@ class ServedTree:
         except OSError:
             # The file may be data. A client that reads it gets the error.
             return True
+
+    def _leads_back(self, key: str) -> bool:
+        """Return whether a folder is a link to one of its parents, whose files are listed already."""
+        if self._local_folder is None or not (self._local_folder / key).is_symlink():
+            return False
+        place = (self._local_folder / key).resolve()
+        return any((self._local_folder / above).resolve() == place for above in PurePosixPath(key).parents)
 
     def keys(self, folder: str, *, after: str = "") -> Iterator[str]:
         """Yield the keys after `after` of all files below a folder, in the order of S3."""
@@ -233,7 +244,10 @@ class ServedTree:
 
     def _version(self, key: str, path: str) -> tuple[object, ...]:
         """Return a value that changes when the file is replaced; of a local file, even with the same mtime."""
-        local = () if self._local_folder is None else state_of_local(str(self._local_folder / key))
+        local: tuple[int, ...] = ()
+        if self._local_folder is not None:
+            found = (self._local_folder / key).stat()
+            local = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
         return self._filesystem.ukey(path), *local
 
     def _path_of(self, key: str) -> str:
