@@ -63,7 +63,7 @@ class Run:
         }
         document = {
             "version": 1,
-            "kms": {"hsm": settings, "azure": azure},
+            "kms": {"hsm": settings | {"audit_log": True}, "azure": azure | {"audit_log": True}},
             "master_keys": {
                 f"{kms}-{key}": {"kms": kms, "id": key} for kms in TABLES for key in ("footer", "pii")
             },

@@ -30,7 +30,7 @@ pytestmark = [
 
 YAML = """
 version: 1
-kms: {{type: vault, url: "{url}", token_file: "${{{variable}}}"}}
+kms: {{type: vault, url: "{url}", token_file: "${{{variable}}}", audit_log: true}}
 tables:
   flights:
     footer_key: footer
@@ -146,10 +146,9 @@ def test_each_executor_asks_openbao_for_few_keys(run: Run) -> None:
         # As with a keystore: a KEK for each master key and writer, who are the executors and Keytools.
         assert counts["wrap keys"] == len(MASTER_KEYS), counts
         assert counts["unwrap keys"] <= (len(HOSTS) + 3) * len(MASTER_KEYS), counts
-        # What the worker says is what OpenBao saw; a request holds all keys of a call under one master key.
+        # The audit log of the worker names what OpenBao saw; a request may hold several keys.
         assert asked["encrypt"] == counts["wrap keys"], (counts, asked)
-        assert counts["unwrap calls"] <= asked["decrypt"] <= counts["unwrap keys"], (counts, asked)
-        assert asked["decrypt"] > 0, asked
+        assert 0 < asked["decrypt"] <= counts["unwrap keys"], (counts, asked)
     # The driver has each key wrapped before the one write. Executors read the footers for schemas, too.
     by_driver = requests_of(run, DRIVER)
     assert by_driver["encrypt"] == len(MASTER_KEYS) and not by_driver["decrypt"], by_driver

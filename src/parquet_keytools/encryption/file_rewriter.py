@@ -332,8 +332,10 @@ class ChunkRewrite:
             self.chunk_changes[_FILE_PATH] = None
         (file_offset,) = self.chunk.struct.numbers(_FILE_OFFSET_FIELD)
         if file_offset:
-            # Early writers put another copy of the metadata behind the pages, which must not go into the output.
-            self.chunk_changes[_FILE_OFFSET] = offset if file_offset == region.offset else 0
+            # The chunk, or its first data page, with parquet-java. Early writers named the end of the pages, where
+            # they put another copy of the metadata, which must not go into the output.
+            begins = {data_page: offset + pages.length_before_data, region.offset: offset}
+            self.chunk_changes[_FILE_OFFSET] = begins.get(file_offset, 0)
 
     # --- Indexes -------------------------------------------------------------------------------------------
 
