@@ -2,8 +2,8 @@
 
     python benchmarks/verify.py [--megabytes 700] [--rounds 5] [--folder DIR]
 
-prints medians of ratios, each within one round: `verify` of the file against `decrypt_file` of it with the same
-two threads; and how much longer than a command that does nothing `inspect` without keys takes, for a small file
+prints medians of ratios, each within one round: `verify` of the file, in one thread, against `decrypt_file` of it
+in two threads; and how much longer than a command that does nothing `inspect` without keys takes, for a small file
 and for this one.
 """
 

@@ -15,7 +15,7 @@ from parquet_keytools.config.loader import load_configuration, parse_configurati
 from parquet_keytools.config.settings import Configuration, HashKeySettings
 from parquet_keytools.conformance import verification
 from parquet_keytools.conformance.file_keys import TableFiles
-from parquet_keytools.conformance.file_list import ListKeeper, Lists, updated_list
+from parquet_keytools.conformance.file_list import ListKeeper, updated_list
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.erasure.key_erasure import Erasure
@@ -941,23 +941,16 @@ class Keytools(Summarised):
             FileListError: The list is not valid or not authentic.
             OSError: The folder or the list cannot be read.
         """
-        location = FileLocation.resolve(folder, filesystem)
-        lists = None
-        if expect is not None or record is not None:
-            lists = Lists(
-                ListKeeper(self._keys, table_name, list_key),
-                location,
-                None if expect is None else FileLocation.resolve(expect),
-                None if record is None else FileLocation.resolve(record),
-            )
         return verification.verify_folder(
             self._keys,
-            location,
+            FileLocation.resolve(folder, filesystem),
             table_name,
             aad_prefix,
             part_count=part_count,
             allow_plaintext=allow_plaintext,
-            lists=lists,
+            expect=None if expect is None else FileLocation.resolve(expect),
+            record=None if record is None else FileLocation.resolve(record),
+            list_key=list_key,
             find_tables=None if self._keys.kms is None else self._tables_of_iceberg,
             on_progress=on_progress,
         )

@@ -67,7 +67,7 @@ def decrypted(data: bytes, keytools: Keytools) -> bytes:
 
 
 def verified(data: bytes, keytools: Keytools) -> FileReport:
-    return verify_source(MemorySource(data), finder(keytools), threads=1)[0]
+    return verify_source(MemorySource(data), finder(keytools))[0]
 
 
 def kit_keytools() -> Keytools:
@@ -294,7 +294,7 @@ def test_files_of_hostile_writers(tmp_path: Path) -> None:
         try:
             for found in (finder(keytools), None):
                 for expectation in (Expectation(), Expectation(allow_plaintext=True)):
-                    verify_source(MemorySource(data), found, expectation, threads=1)
+                    verify_source(MemorySource(data), found, expectation)
                 render_inspection(inspect_source(MemorySource(data), found))
         except Exception as error:
             path = tmp_path / f"hostile.{seed}.parquet"

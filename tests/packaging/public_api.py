@@ -37,7 +37,6 @@ MODULES: dict[str, list[str] | None] = {
         "Finding",
         "Damage",
         "Loss",
-        "ModuleTally",
         "Outcome",
         "RuleResult",
         "Verdict",

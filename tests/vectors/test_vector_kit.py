@@ -16,7 +16,7 @@ from vector_kit.vector import MASTER_KEYS, Vector
 from vector_kit.write_kit import all_vectors, data_keys, manifest, place_vector, write_kit
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance import nonces
+from parquet_keytools.conformance import file_keys
 from parquet_keytools.conformance.report import (
     RULES,
     DataSetReport,
@@ -52,7 +52,7 @@ def verified(vector: Vector, path: Path) -> FileReport | DataSetReport:
     """Verify a vector as its entry in the manifest says."""
     expected = dict(vector.expected)
     limit = expected.get("invocation_limit", MAX_INVOCATIONS)
-    with kit_keytools(expected) as keytools, patch.object(nonces, "MAX_INVOCATIONS", limit):
+    with kit_keytools(expected) as keytools, patch.object(file_keys, "MAX_INVOCATIONS", limit):
         if vector.is_folder:
             return keytools.verify_folder(path, part_count=expected.get("parts"))
         return keytools.verify_file(path, aad_prefix=expected.get("aad_prefix"))

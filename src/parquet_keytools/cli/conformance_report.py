@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 
@@ -23,7 +23,6 @@ from parquet_keytools.conformance.report import (
     DataSetReport,
     FileReport,
     Loss,
-    ModuleTally,
     Outcome,
     Rule,
     RuleResult,
@@ -362,11 +361,11 @@ def _show_rule(rule: Rule) -> None:
     answer(f"    risk: {rule.gain}")
 
 
-def _show_modules(tallies: tuple[ModuleTally, ...]) -> None:
-    parts = [f"{sum(tally.authentic for tally in tallies):,} authentic"]
-    if broken := sum(tally.broken for tally in tallies):
+def _show_modules(modules: Mapping[str, int]) -> None:
+    parts = [f"{modules.get('authentic', 0):,} authentic"]
+    if broken := modules.get("broken"):
         parts.append(_RED(f"{broken:,} not authentic"))
-    if unauthenticated := sum(tally.unauthenticated for tally in tallies):
+    if unauthenticated := modules.get("unauthenticated"):
         parts.append(_YELLOW(f"{unauthenticated:,} that nothing authenticates (AES-CTR)"))
     answer(f"  modules: {', '.join(parts)}")
 

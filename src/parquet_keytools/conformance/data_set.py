@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
+from pathlib import PurePosixPath
 
+from parquet_keytools.conformance.file_keys import SharedNonces, TableFiles
 from parquet_keytools.conformance.file_verifier import FileFacts
-from parquet_keytools.conformance.nonces import SharedNonces
 from parquet_keytools.conformance.report import RuleBook, RuleResult, Scope
+from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.errors import KeyMaterialError, KeytoolsError, ParquetFormatError
+from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
+from parquet_keytools.keys.key_material import KeyReference, parse_key_metadata
+from parquet_keytools.keys.material_store import read_key_materials
+from parquet_keytools.runtime.presentation import escaped_path
+from parquet_keytools.storage.locations import FileLocation, open_source
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason, named_parquet_file
 
 _PART = re.compile(r"part[-_.]?(\d{1,9})", re.IGNORECASE)
 _RUN = re.compile(r"\d{1,9}")
+_MARKED = re.compile(r"part[-_.]?#", re.IGNORECASE)
 _CHUNK_OF_TASK = re.compile(r"[-.]c\d{3}(?=[-.]|$)")
 """Spark numbers the files of one task too; the next task begins at 000 again."""
 
+_MOST_SHOWN = 20
 _MOST_NUMBERS = 1_000_000
 """Greater numbers are dates or the like."""
 
@@ -27,93 +38,38 @@ PartName = Sequence[str]
 """The texts that may hold the number of a part: what authenticated modules vouch for first, the file name last."""
 
 
-@dataclass(frozen=True)
-class Numbering:
-    """Parts that are numbered alike.
+def part_number(name: PartName) -> tuple[str, int] | None:
+    """Return a name with `#` for the number of its part, and the number: after the word `part`, else the first."""
+    for text in name:
+        if matches := list(_PART.finditer(text)):
+            return _numbered(text, *matches[-1].span(1))
+    match = _RUN.search(name[-1])
+    return None if match is None else _numbered(name[-1], *match.span())
 
-    Attributes:
-        template: Their name, with `#` for the number.
-        begins_at: The least number that there must be.
+
+def _numbered(text: str, start: int, end: int) -> tuple[str, int]:
+    return _CHUNK_OF_TASK.sub("", f"{text[:start]}#{text[end:]}"), int(text[start:end])
+
+
+def missing_parts(names: Iterable[PartName]) -> Iterator[tuple[str, list[int]]]:
+    """Yield the names with gaps in their numbers, and the first missing numbers.
+
+    Numbers that the word `part` does not mark are looked at only where they begin at 0 or 1 and are dense.
     """
-
-    template: str
-    begins_at: int
-    numbers: frozenset[int]
-
-    def missing(self) -> Iterator[int]:
-        """Yield numbers below the greatest that are not there; nothing where these are too great to be numbers."""
-        if max(self.numbers) < _MOST_NUMBERS:
-            yield from (
-                number for number in range(self.begins_at, max(self.numbers)) if number not in self.numbers
-            )
-
-
-def part_ordinals(names: Sequence[PartName]) -> list[int | None]:
-    """Return the number of each part: behind the word `part`, or else the only number in which names differ."""
-    return [None if found is None else found[1] for found in _found(names)]
-
-
-def numberings(names: Sequence[PartName]) -> list[Numbering]:
-    """Return all numberings; one that is not marked by the word `part` only where it is dense enough to be one."""
     numbers: defaultdict[str, set[int]] = defaultdict(set)
-    for found in _found(names):
+    for found in map(part_number, names):
         if found is not None:
             numbers[found[0]].add(found[1])
-    result = []
-    for template, found_numbers in numbers.items():
-        if _is_marked(template):
-            result.append(Numbering(template, 0, frozenset(found_numbers)))
-        elif _is_dense(found_numbers):
-            result.append(Numbering(template, min(found_numbers), frozenset(found_numbers)))
-    return result
-
-
-def _found(names: Sequence[PartName]) -> list[tuple[str, int] | None]:
-    """Return template and number of each name; None where it has none."""
-    marked = [_marked(name) for name in names]
-    others = [name[-1] for name, found in zip(names, marked, strict=True) if found is None]
-    counts = _template_counts(others)
-    return [found or _numbered(name[-1], counts) for name, found in zip(names, marked, strict=True)]
-
-
-def _marked(name: PartName) -> tuple[str, int] | None:
-    for text in name:
-        matches = list(_PART.finditer(text))
-        if matches:
-            start, end = matches[-1].span(1)
-            template = f"{text[:start]}#{text[end:]}"
-            return _CHUNK_OF_TASK.sub("", template), int(text[start:end])
-    return None
-
-
-def _is_marked(template: str) -> bool:
-    return re.search(r"part[-_.]?#", template, re.IGNORECASE) is not None
-
-
-def _templates(text: str) -> Iterator[tuple[str, int]]:
-    for match in _RUN.finditer(text):
-        yield f"{text[: match.start()]}#{text[match.end() :]}", int(match.group())
-
-
-def _template_counts(texts: Sequence[str]) -> Mapping[str, int]:
-    numbers: defaultdict[str, set[int]] = defaultdict(set)
-    for text in texts:
-        for template, number in _templates(text):
-            numbers[template].add(number)
-    return {template: len(found) for template, found in numbers.items()}
-
-
-def _numbered(text: str, counts: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the template that most names share; one that no other name has numbers nothing."""
-    best = max(_templates(text), key=lambda found: counts[found[0]], default=None)
-    return best if best is not None and counts[best[0]] > 1 else None
-
-
-def _is_dense(numbers: set[int]) -> bool:
-    return min(numbers) in (0, 1) and max(numbers) < 2 * len(numbers)
-
-
-_MOST_SHOWN = 20
+    for template, present in numbers.items():
+        least, greatest = min(present), max(present)
+        if _MARKED.search(template):
+            least = 0
+        elif least > 1 or greatest >= 2 * len(present):
+            continue
+        if greatest < _MOST_NUMBERS:
+            missing = (number for number in range(least, greatest) if number not in present)
+            if shown := list(islice(missing, _MOST_SHOWN + 1)):
+                yield template, shown
 
 
 @dataclass(frozen=True)
@@ -131,42 +87,26 @@ class Member:
         return [text.rpartition("/")[2] for text in texts]
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What else is in the folder.
-
-    Attributes:
-        listed_files: Paths within the folder of the files that a summary file lists.
-        orphaned_key_materials: Names of key material files whose Parquet file is not there.
-        plaintext_skipped: Paths within the folder of plaintext Parquet files that readers pass over.
-        other_data: Path within the folder of each data file of another format -> its format, and what to do.
-        unread: Path within the folder of what could be data, and cannot be read -> why.
-        allowed_plaintext: Globs of paths within the folder of plaintext files that are accepted.
-    """
-
-    summary_files: Collection[str] = ()
-    listed_files: Collection[str] = ()
-    orphaned_key_materials: Collection[str] = ()
-    plaintext_skipped: Collection[str] = ()
-    other_data: Mapping[str, str] = field(default_factory=dict)
-    unread: Mapping[str, str] = field(default_factory=dict)
-    allowed_plaintext: Collection[str] = ()
-
-
 def check_data_set(
+    folder: FileLocation,
     members: Sequence[Member],
-    surroundings: Surroundings,
+    left_out: Sequence[LeftOut],
     nonces: SharedNonces,
     *,
+    tables: TableFiles,
+    allow_plaintext: Collection[str] = (),
     part_count: int | None = None,
     check_list: Callable[[RuleBook], None] | None = None,
 ) -> tuple[RuleResult, ...]:
     """Check the rules of a data set.
 
     Args:
+        folder: The folder.
         members: Its files.
-        surroundings: What else is in the folder.
+        left_out: What else is in it.
         nonces: Those of all its files.
+        tables: The files of authentic tables that keep keys elsewhere.
+        allow_plaintext: Globs of paths within the folder of plaintext files that are accepted.
         part_count: How many parts there must be, numbered from 0; None where that is not known.
         check_list: Compares the files with a list; None without one.
     """
@@ -179,14 +119,17 @@ def check_data_set(
         "prefix-shared", ((member.name, [member.facts.aad_prefix]) for member in encrypted), "AAD prefix", book
     )
     _check_keys(encrypted, nonces, book)
-    _check_plaintext(members, encrypted, surroundings, book)
+    for member in members:
+        if member.facts.mode is FooterMode.UNENCRYPTED and not matches_any(member.name, allow_plaintext):
+            book.broken("plaintext-among", f"{member.name} is not encrypted.")
+    book.holds("plaintext-among", "plaintext-skipped", "other-data")
+    _check_left_out(folder, members, left_out, tables, allow_plaintext, book)
+    summaries = [left.location for left in left_out if left.reason is LeftOutReason.SUMMARY]
+    _check_summaries(folder, summaries, members, book)
     if part_count is None:
         _check_gaps(members, book)
     else:
         _check_parts(members, part_count, book)
-    for name in surroundings.orphaned_key_materials:
-        book.broken("part-missing", f"{name} is the key material of a missing file.")
-    _check_listed(members, surroundings, book)
     _check_columns(members, book)
     if check_list is not None:
         check_list(book)
@@ -209,40 +152,72 @@ def _check_keys(encrypted: Sequence[Member], nonces: SharedNonces, book: RuleBoo
     nonces.check(book)
 
 
-def _check_plaintext(
-    members: Sequence[Member], encrypted: Sequence[Member], surroundings: Surroundings, book: RuleBook
+def _check_left_out(
+    folder: FileLocation,
+    members: Sequence[Member],
+    left_out: Sequence[LeftOut],
+    tables: TableFiles,
+    allow_plaintext: Collection[str],
+    book: RuleBook,
 ) -> None:
-    def is_allowed(name: str) -> bool:
-        return matches_any(name, surroundings.allowed_plaintext)
-
-    for member in members:
-        if member.facts.mode is FooterMode.UNENCRYPTED and not is_allowed(member.name):
-            book.broken("plaintext-among", f"{member.name} is not encrypted.")
-    for name in surroundings.plaintext_skipped:
-        if not is_allowed(name):
+    verified = {m.name: m.facts.refers_to_material_file for m in members if m.facts.mode is not None}
+    for left in left_out:
+        location, reason = left.location, left.reason
+        if reason is LeftOutReason.SUMMARY or location.path in tables.metadata_files:
+            continue
+        name = escaped_path(location.path_within(folder))
+        may_be_key_material = reason in (LeftOutReason.KEY_MATERIAL, LeftOutReason.KEY_MATERIAL_BESIDE)
+        parquet_file = named_parquet_file(location) if may_be_key_material else None
+        unread = tables.not_checked.get(location.path)
+        try:
+            if parquet_file is None:
+                kind = _plaintext_kind(location)
+            elif not _is_key_material(parquet_file):
+                kind = "JSON that is not key material"
+            elif reason is LeftOutReason.KEY_MATERIAL:
+                kind = None
+                book.broken("part-missing", f"{location.name} is the key material of a missing file.")
+            else:
+                refers = verified.get(parquet_file.path_within(folder))
+                is_used = _refers_to_material_file(parquet_file) if refers is None else refers
+                kind = None if is_used else f"JSON that {escaped_path(parquet_file.name)} does not refer to"
+        except (FileNotFoundError, ParquetFormatError):
+            # A dangling link, or no regular file.
+            continue
+        except OSError as error:
+            kind, unread = None, f"it cannot be read: {error.strerror or type(error).__name__}"
+        if matches_any(name, allow_plaintext):
+            continue
+        if kind == _PLAINTEXT_PARQUET:
             book.broken("plaintext-skipped", f"{name} begins as a plaintext file does.")
-    for name, kind in surroundings.other_data.items():
-        if not is_allowed(name):
-            book.broken("other-data", f"{name} is {kind}.")
-    for name, reason in surroundings.unread.items():
-        if not is_allowed(name):
-            book.not_checked("plaintext-skipped", f"{name}: {reason}")
-    if encrypted:
-        for name in surroundings.summary_files:
-            book.broken("summary-file", f"{name} is beside encrypted files.")
+        elif unread is not None:
+            book.not_checked("plaintext-skipped", f"{name}: {unread}")
+        elif kind is not None:
+            message = f"{name} is {kind}, in plaintext"
+            if is_table_metadata(location):
+                refused = tables.refused.get(location.path, _WITHOUT_KMS)
+                message += f", and not known as metadata of an Iceberg table: {refused}"
+            book.broken("other-data", f"{message}.")
+
+
+def _check_summaries(
+    folder: FileLocation, summaries: Sequence[FileLocation], members: Sequence[Member], book: RuleBook
+) -> None:
+    names = {member.name for member in members}
+    is_encrypted = any(member.facts.is_encrypted for member in members)
+    if is_encrypted:
         book.holds("summary-file")
-    book.holds("plaintext-among", "plaintext-skipped", "other-data")
+    for summary in summaries:
+        # Dask writes one without rows, which is encrypted like any other file.
+        if is_encrypted and not _is_encrypted(summary):
+            book.broken("summary-file", f"{summary.name} is beside encrypted files.")
+        for name in _listed_files(folder, summary):
+            book.check("part-listed", name in names, f"{name} is listed, and it is not there.")
 
 
 def matches_any(name: str, globs: Iterable[str]) -> bool:
     """Return whether one of some globs matches a path within a folder; `*` matches `/`, too."""
     return any(fnmatchcase(name, glob) for glob in globs)
-
-
-def _check_listed(members: Sequence[Member], surroundings: Surroundings, book: RuleBook) -> None:
-    names = {member.name for member in members}
-    for name in surroundings.listed_files:
-        book.check("part-listed", name in names, f"{name} is listed, and it is not there.")
 
 
 def _check_distinct(
@@ -263,20 +238,21 @@ def _check_distinct(
 
 
 def _check_gaps(members: Sequence[Member], book: RuleBook) -> None:
-    for numbering in numberings([member.part_name for member in members]):
-        missing = list(islice(numbering.missing(), _MOST_SHOWN + 1))
-        message = f"there are no parts {_shown(missing)} of {numbering.template!r}."
-        book.check("part-gap", not missing, message)
+    for template, missing in missing_parts(member.part_name for member in members):
+        book.broken("part-gap", f"there are no parts {_shown(missing)} of {template!r}.")
+    if any(part_number(member.part_name) is not None for member in members):
+        book.holds("part-gap")
 
 
 def _check_parts(members: Sequence[Member], part_count: int, book: RuleBook) -> None:
     names: dict[int, list[str]] = defaultdict(list)
     strangers: list[str] = []
-    for member, ordinal in zip(members, part_ordinals([member.part_name for member in members]), strict=True):
-        if ordinal is None or ordinal >= part_count:
+    for member in members:
+        found = part_number(member.part_name)
+        if found is None or found[1] >= part_count:
             strangers.append(member.name)
         else:
-            names[ordinal].append(member.name)
+            names[found[1]].append(member.name)
     missing = list(islice((ordinal for ordinal in range(part_count) if ordinal not in names), _MOST_SHOWN + 1))
     book.check("part-missing", not missing, f"of {part_count} parts, these are missing: {_shown(missing)}.")
     message = f"these are none of {part_count} parts: {', '.join(strangers[:5])}."
@@ -300,3 +276,113 @@ def _check_columns(members: Sequence[Member], book: RuleBook) -> None:
     for name, paths in known[1:]:
         message = f"{name} has other columns than {known[0][0]}."
         book.check("same-columns", paths == known[0][1], message)
+
+
+# --- What is beside the files ---
+
+
+_WITHOUT_KMS = (
+    "`verify` checks the table if --config has its KMS. Or check the table with `iceberg verify`, and "
+    "accept this file with --allow-plaintext"
+)
+
+
+def is_table_metadata(location: FileLocation) -> bool:
+    """Return whether a file is named as the metadata file of an Iceberg table."""
+    return location.name.endswith((".metadata.json", ".metadata.json.gz"))
+
+
+def _listed_files(folder: FileLocation, summary: FileLocation) -> Iterator[str]:
+    """Yield the files that a summary file lists, as far as it can be read; nothing of it is authenticated."""
+    envelope = _visible_of(summary)
+    try:
+        footer = None if envelope is None else envelope.unverified_footer()
+    except ParquetFormatError:
+        return
+    paths = {chunks[0].file_path for chunks in footer.chunks if chunks} if footer is not None else set()
+    within = PurePosixPath(summary.path_within(folder)).parent
+    yield from (str(within / path) for path in paths if path)
+
+
+def _visible_of(location: FileLocation) -> FooterEnvelope | None:
+    """Return what is visible of a file without a key; None where nothing is."""
+    try:
+        with open_source(location) as source:
+            return read_envelope(source)
+    except (OSError, KeytoolsError):
+        return None
+
+
+def _is_key_material(parquet_file: FileLocation) -> bool:
+    """Return whether the file beside a Parquet file that is named as its key material is key material.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    try:
+        read_key_materials(parquet_file)
+    except KeytoolsError:
+        return False
+    return True
+
+
+def _refers_to_material_file(location: FileLocation) -> bool:
+    """Return whether what is visible of a file that could not be verified refers to key material beside it."""
+    envelope = _visible_of(location)
+    try:
+        return envelope is not None and isinstance(parse_key_metadata(envelope.key_metadata), KeyReference)
+    except KeyMaterialError:
+        return False
+
+
+def _is_encrypted(location: FileLocation) -> bool:
+    """Return whether a file has an encrypted footer, and so shows nothing."""
+    envelope = _visible_of(location)
+    return envelope is not None and envelope.mode is FooterMode.ENCRYPTED_FOOTER
+
+
+_PLAINTEXT_PARQUET = "a plaintext Parquet file"
+_STREAM_MAGIC = b"AGS1"
+"""Streams of encrypted Iceberg tables; the length of a block follows."""
+_MOST_BLOCK_BYTES = 64 * 1024**2
+"""Four characters of text are a larger number. Iceberg writes 1 MiB."""
+_DATA_MAGIC = {b"Obj\x01": "Avro", b"ORC": "ORC", b"ARROW1": "Arrow"}
+_KIND_OF_ENDING = {
+    **dict.fromkeys(("arrow", "arrows", "feather", "ipc"), "Arrow"),
+    **dict.fromkeys(("csv", "psv", "tsv"), "CSV"),
+    **dict.fromkeys(("geojson", "json", "jsonl", "ndjson"), "JSON"),
+    "avro": "Avro",
+    "orc": "ORC",
+    "xml": "XML",
+}
+_COMPRESSIONS = ("br", "bz2", "deflate", "gz", "lz4", "snappy", "xz", "zip", "zst", "zstd")
+
+
+def _plaintext_kind(location: FileLocation) -> str | None:
+    """Return the format of a file that readers could take for plaintext data; None for other files.
+
+    The content decides if it has magic, else the name.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open_source(location) as source:
+        if source.size_bytes == 0:
+            return None
+        start = bytes(source.read_at(0, min(source.size_bytes, 8)))
+    if start.startswith(MAGIC):
+        # It may be encrypted, with a plaintext footer.
+        envelope = _visible_of(location)
+        is_plaintext = envelope is None or envelope.mode is FooterMode.UNENCRYPTED
+        return _PLAINTEXT_PARQUET if is_plaintext else None
+    # Text may begin with these letters.
+    is_stream = start.startswith(_STREAM_MAGIC) and 0 < int.from_bytes(start[4:8], "little") <= _MOST_BLOCK_BYTES
+    if is_stream or (start.startswith(MAGIC_ENCRYPTED_FOOTER) and _is_encrypted(location)):
+        return None
+    for magic, kind in _DATA_MAGIC.items():
+        if start.startswith(magic):
+            return kind
+    *_, ending = endings = location.name.lower().split(".")
+    if ending in _COMPRESSIONS and len(endings) > 1:
+        ending = endings[-2]
+    return _KIND_OF_ENDING.get(ending) if len(endings) > 1 else None

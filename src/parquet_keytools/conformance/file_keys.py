@@ -1,20 +1,26 @@
-"""The keys of a file that is verified: which are available, what is wrong with others, and which are the same.
+"""The keys of a file that is verified, the nonces of its modules, and what is expected of it.
 
-And what is expected of a file beyond the specification: the rules about what a table wants of it.
+Which keys are available, what is wrong with others, and which are the same; and what a table wants of the file.
+
+No nonce may come twice under one DEK, nor too many (spec 4.1.3, 4.1.4). A nonce takes 22 bytes, and no more than
+`MEMORY_BYTES` of them are kept. Files with more are read several times: each pass compares the nonces of one part.
+A keyed hash divides them into parts, so that no file can be written whose nonces are all in one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from itertools import chain, islice
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from parquet_keytools.conformance.chunk_layout import Column, OpenFooter
+from parquet_keytools.conformance.footer_rules import Column, OpenFooter
 from parquet_keytools.conformance.report import RuleBook, Scope
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
+from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS, NONCE_LENGTH
 from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode, KeyRetriever
 from parquet_keytools.errors import (
     ConfigurationError,
@@ -28,7 +34,6 @@ from parquet_keytools.format.structs import ColumnMetaData
 from parquet_keytools.keys.key_material import (
     DataKeyId,
     KeyMaterial,
-    KeyMetadata,
     KeyReference,
     parse_key_metadata,
 )
@@ -158,7 +163,7 @@ class FileKeys:
         finder: Where keys come from; None where no keys are given.
         fingerprints: Of the DEKs that were found, by a key of this process.
         key_names: Identifier of the master key, or id of the data key.
-        uses_material_file: Whether key metadata refers to a key material file that has it, as far as it was read.
+        refers_to_material_file: Whether key metadata refers to the key material file, as far as it was read.
     """
 
     finder: MaterialFinder | None
@@ -167,7 +172,7 @@ class FileKeys:
     denied: dict[KeyUser, str] = field(default_factory=dict)
     key_names: dict[KeyUser, str] = field(default_factory=dict)
     dek_lengths_bits: dict[KeyUser, int] = field(default_factory=dict)
-    uses_material_file: bool = False
+    refers_to_material_file: bool = False
     _of_wrong_kind: set[KeyUser] = field(default_factory=set)
 
     def footer_dek(self, key_metadata: bytes | None) -> SecretBytes | None:
@@ -178,79 +183,41 @@ class FileKeys:
         """Return the DEKs of columns, asked for together."""
         return self._deks(columns) if columns else []
 
-    def denied_by_title(self) -> dict[str, str]:
-        """Return why keys are unavailable, for people."""
-        return {title_of(user): reason for user, reason in self.denied.items()}
-
     def _deks(self, wanted: Sequence[tuple[KeyUser, bytes | None]]) -> list[SecretBytes | None]:
         found: list[SecretBytes | None] = [None] * len(wanted)
         materials: dict[int, KeyMaterial | None] = {}
         for position, (user, key_metadata) in enumerate(wanted):
-            if not key_metadata and self.finder is not None:
-                known = self.finder.name_without_metadata(user or None)
-                self.key_names.update({} if known is None else {user: known})
             try:
-                parsed = self._checked_metadata(user, key_metadata)
-            except KeyMaterialError as error:
-                # Bytes of any other kind, also JSON, are legal (spec 4.3), and of no use here.
-                self.denied[user] = f"its key metadata: {error}"
-                continue
-            material, is_there = self._material(user, key_metadata, parsed)
-            if is_there:
-                materials[position] = material
-        if self.finder is None:
-            self.denied.update((user, "no keys are given") for user, _ in wanted if user not in self.denied)
-            return found
-        outcomes = self._ask([wanted[position] for position in materials])
-        for position, outcome in zip(materials, outcomes, strict=True):
-            if self._take(wanted[position][0], outcome, materials[position]):
-                assert isinstance(outcome, SecretBytes)
+                materials[position] = self._material(user, key_metadata)
+            except (KeytoolsError, OSError) as error:
+                self.denied[user] = str(error)
+        outcomes = self._ask([wanted[position] for position in materials]) if materials else []
+        for (position, material), outcome in zip(materials.items(), outcomes, strict=True):
+            user = wanted[position][0]
+            if isinstance(outcome, KeytoolsError):
+                self._refused(user, outcome, material)
+            elif outcome.length_bits not in _AES_KEY_LENGTHS:
+                self.denied[user] = f"its key has {outcome.length_bits} bits"
+                self.book.broken("key-wrap", f"{title_of(user)}: {self.denied[user]}.")
+            else:
                 found[position] = outcome
+                self.fingerprints.add(fingerprint(outcome))
+                self.dek_lengths_bits[user] = outcome.length_bits
+                if material is not None:
+                    self.book.holds("key-wrap")
+                    self._check_kek(user, material, outcome)
         return found
 
     def _ask(self, wanted: Sequence[tuple[KeyUser, bytes | None]]) -> Sequence[SecretBytes | KeytoolsError]:
         assert self.finder is not None
         if [user for user, _ in wanted] != [FOOTER]:
-            return self.finder.column_deks(wanted) if wanted else []
+            return self.finder.column_deks(wanted)
         try:
             return [self.finder.footer_dek(wanted[0][1])]
         except KeytoolsError as error:
             return [error]
 
-    def _take(self, user: KeyUser, outcome: SecretBytes | KeytoolsError, material: KeyMaterial | None) -> bool:
-        """Check what was answered; returns whether it is a key that can be used."""
-        if isinstance(outcome, KeytoolsError):
-            self._refused(user, outcome, material)
-            return False
-        if outcome.length_bits not in _AES_KEY_LENGTHS:
-            self.book.broken("key-wrap", f"{title_of(user)}: the key has {outcome.length_bits} bits.")
-            self.denied[user] = f"its key has {outcome.length_bits} bits"
-            return False
-        self.fingerprints.add(fingerprint(outcome))
-        self.dek_lengths_bits[user] = outcome.length_bits
-        if material is not None:
-            self.book.holds("key-wrap")
-            self._check_kek(user, material, outcome)
-        return True
-
-    def _checked_metadata(self, user: KeyUser, key_metadata: bytes | None) -> KeyMetadata | None:
-        """Return what key metadata says; raises `KeyMaterialError` where that cannot be read."""
-        try:
-            parsed = parse_key_metadata(key_metadata)
-        except KeyMaterialError as error:
-            if key_metadata is not None and _KEY_MATERIAL in key_metadata:
-                self.book.broken("key-material", f"{title_of(user)}: {error}")
-            raise
-        if isinstance(parsed, KeyMaterial):
-            self._check_material(user, parsed)
-        elif isinstance(parsed, KeyReference):
-            self.book.holds("key-material")
-        elif isinstance(parsed, DataKeyId):
-            self.key_names[user] = parsed.name
-        return parsed
-
     def _check_material(self, user: KeyUser, material: KeyMaterial) -> None:
-        self.book.holds("key-material")
         self.key_names[user] = material.master_key_id
         if material.is_footer_key is (user == FOOTER):
             self.book.holds("key-material-kind")
@@ -265,33 +232,43 @@ class FileKeys:
         elif user == FOOTER:
             self.book.holds("kms-named")
 
-    def _material(
-        self, user: KeyUser, key_metadata: bytes | None, parsed: KeyMetadata | None
-    ) -> tuple[KeyMaterial | None, bool]:
-        """Return the key material, also from the key material file, and whether the key can be asked for."""
-        if self.finder is None:
-            if isinstance(parsed, KeyReference):
-                self.uses_material_file = True
-                self.book.not_checked("key-material-file", f"{title_of(user)}: no keys are given")
-            if isinstance(parsed, KeyReference | KeyMaterial):
-                material = parsed if isinstance(parsed, KeyMaterial) else None
-                self._not_unwrapped(user, material, "no keys are given")
-            return None, False
+    def _material(self, user: KeyUser, key_metadata: bytes | None) -> KeyMaterial | None:
+        """Check key metadata, and return the key material that it is, or refers to; raises if there is no key."""
+        book, finder, title = self.book, self.finder, title_of(user)
         try:
-            material = self.finder.material(key_metadata)
+            parsed = parse_key_metadata(key_metadata)
+        except KeyMaterialError as error:
+            # Bytes of any other kind, also JSON, are legal (spec 4.3), and of no use here.
+            if key_metadata is not None and _KEY_MATERIAL in key_metadata:
+                book.broken("key-material", f"{title}: {error}")
+            raise KeyMaterialError(f"its key metadata: {error}") from None
+        is_reference = isinstance(parsed, KeyReference)
+        self.refers_to_material_file = self.refers_to_material_file or is_reference
+        if is_reference or isinstance(parsed, KeyMaterial):
+            book.holds("key-material")
+        elif isinstance(parsed, DataKeyId):
+            self.key_names[user] = parsed.name
+        elif finder is not None and (known := finder.name_without_metadata(user or None)) is not None:
+            self.key_names[user] = known
+        if isinstance(parsed, KeyMaterial):
+            self._check_material(user, parsed)
+        try:
+            if finder is None:
+                raise KeyNotAvailableError("no keys are given")
+            material = finder.material(key_metadata)
         except KeyNotAvailableError as error:
-            self._not_unwrapped(user, None, str(error))
-            self.denied[user] = str(error)
-            return None, False
+            if is_reference and finder is None:
+                book.not_checked("key-material-file", f"{title}: {error}")
+            if is_reference or isinstance(parsed, KeyMaterial):
+                self._not_unwrapped(user, parsed if isinstance(parsed, KeyMaterial) else None, str(error))
+            raise
         except (KeytoolsError, OSError) as error:
-            self.book.broken("key-material-file", f"{title_of(user)}: {error}")
-            self.denied[user] = str(error)
-            return None, False
-        if material is not None and isinstance(parsed, KeyReference):
-            self.uses_material_file = True
-            self.book.holds("key-material-file")
+            book.broken("key-material-file", f"{title}: {error}")
+            raise
+        if is_reference and material is not None:
+            book.holds("key-material-file")
             self._check_material(user, material)
-        return material, True
+        return material
 
     def _refused(self, user: KeyUser, error: KeytoolsError, material: KeyMaterial | None) -> None:
         # Our own retriever refuses key material of the wrong kind too.
@@ -500,3 +477,273 @@ def _check_length(
     else:
         message = f"the DEK of {title_of(user)} has {length} bits, and {least} are wanted."
         book.check("wanted-key-length", length >= least, message)
+
+
+# --- Nonces by DEK, of a file or of a data set ---
+
+MEMORY_BYTES = 8 * 1024 * 1024
+"""How much the nonces of a pass take; to compare the nonces of several files takes three times as much again."""
+
+_BUCKET_BYTES = 1024 * 1024
+"""How much is compared at once: Python objects take ten times as much."""
+
+_MOST_REPEATED = 1000
+
+_OFFSET_LENGTH, _CHECK_LENGTH, _FILE_LENGTH = 6, 4, 4
+ENTRY_LENGTH = NONCE_LENGTH + _OFFSET_LENGTH + _CHECK_LENGTH
+
+
+class Invocations(NamedTuple):
+    """How often a DEK encrypted."""
+
+    modules: int
+    pages: int
+
+    @property
+    def are_allowed(self) -> bool:
+        """Whether they are not more than the limit, and pages not more than half of it (spec 4.1.4)."""
+        return self.modules <= MAX_INVOCATIONS and 2 * self.pages <= MAX_INVOCATIONS
+
+
+def nonce_entry(nonce: bytes | memoryview, offset: int, check: bytes | memoryview) -> bytes:
+    """Return what is kept of a module.
+
+    Args:
+        nonce: 12 bytes.
+        offset: Where the module lies.
+        check: Four bytes that tell a copy of the module from another module: the end of its tag, or the CRC of
+            both ends of a page that has none.
+    """
+    return b"".join((nonce, offset.to_bytes(_OFFSET_LENGTH, "little"), check))
+
+
+class NoncePart(NamedTuple):
+    """The nonces that one pass keeps.
+
+    Attributes:
+        part: Which part of the nonces.
+        parts: How many parts there are.
+        only: Fingerprints of the DEKs; None for all.
+    """
+
+    part: int
+    parts: int
+    only: frozenset[bytes] | None = None
+
+
+class FileNonces:
+    """The nonces of one file, or a part of them, by the fingerprint of their DEK; for one thread.
+
+    Args:
+        wanted: Which to keep; None for all, or for as many parts as memory demands.
+
+    Attributes:
+        part: Which are kept.
+    """
+
+    def __init__(self, wanted: NoncePart | None = None) -> None:
+        self.part = wanted or NoncePart(0, 1)
+        self._is_fixed = wanted is not None
+        self._entries: defaultdict[bytes, bytearray] = defaultdict(bytearray)
+        self._modules: Counter[bytes] = Counter()
+        self._pages: Counter[bytes] = Counter()
+        self._repeated: list[tuple[bytes, bytes]] = []
+        self.kept_bytes = 0
+
+    @property
+    def invocations(self) -> dict[bytes, Invocations]:
+        """How often each DEK encrypted, by its fingerprint."""
+        return {key: Invocations(modules, self._pages[key]) for key, modules in self._modules.items()}
+
+    def add(self, fingerprint: bytes, entries: bytes | bytearray, pages: int = 0) -> None:
+        """Add the nonces of one module or of several.
+
+        Args:
+            fingerprint: Of the DEK.
+            entries: One `nonce_entry` after another.
+            pages: How many of them are pages.
+        """
+        if not entries:
+            return
+        self._modules[fingerprint] += len(entries) // ENTRY_LENGTH
+        self._pages[fingerprint] += pages
+        if self.part.only is not None and fingerprint not in self.part.only:
+            return
+        if self.part.parts > 1:
+            entries = self._of_part(entries)
+        self._entries[fingerprint] += entries
+        self.kept_bytes += len(entries)
+        if self.kept_bytes > MEMORY_BYTES:
+            self._make_room()
+
+    def _of_part(self, entries: bytes | bytearray) -> bytes:
+        part, parts, _ = self.part
+        key = fingerprint_key()
+        return b"".join(
+            entry
+            for entry in _split(entries, ENTRY_LENGTH)
+            if int.from_bytes(hashlib.blake2b(entry[:NONCE_LENGTH], key=key, digest_size=4).digest()) % parts
+            == part
+        )
+
+    def _make_room(self) -> None:
+        """Keep each nonce once, and then only half of them as often as needed."""
+        for fingerprint, entries in self._entries.items():
+            self._repeated += islice(_repeated(entries, ENTRY_LENGTH), _MOST_REPEATED - len(self._repeated))
+            self._entries[fingerprint] = _distinct(entries)
+        self._count_kept()
+        while self.kept_bytes > MEMORY_BYTES // 2 and not self._is_fixed:
+            self.part = self.part._replace(parts=2 * self.part.parts)
+            for fingerprint, entries in self._entries.items():
+                self._entries[fingerprint] = bytearray(self._of_part(entries))
+            self._count_kept()
+
+    def _count_kept(self) -> None:
+        self.kept_bytes = sum(map(len, self._entries.values()))
+
+    def entries(self, fingerprint: bytes) -> Iterator[bytes]:
+        """Yield the entries under one DEK."""
+        return _split(self._entries.get(fingerprint, b""), ENTRY_LENGTH)
+
+    def check(self, book: RuleBook) -> None:
+        """Check both rules about nonces, as far as nonces are kept here."""
+        for modules, pages in self.invocations.values():
+            message = f"one DEK encrypts {modules} modules, of which {pages} are pages."
+            book.check("invocations", Invocations(modules, pages).are_allowed, message)
+        self.check_repeated(book)
+
+    def check_repeated(self, book: RuleBook) -> None:
+        """Check that no nonce that is kept comes twice."""
+        if self._entries:
+            book.holds("nonce-reuse")
+        found = (repeated for entries in self._entries.values() for repeated in _repeated(entries, ENTRY_LENGTH))
+        for pair in chain(self._repeated, found):
+            # The same module may have been met twice.
+            first, offset = sorted(int.from_bytes(rest[:_OFFSET_LENGTH], "little") for rest in pair)
+            if first != offset:
+                book.broken("nonce-reuse", f"it has the nonce of the module at byte {first}.", offset=offset)
+
+
+def _split(entries: bytes | bytearray, length: int) -> Iterator[bytes]:
+    data = memoryview(entries)
+    return (bytes(data[at : at + length]) for at in range(0, len(data), length))
+
+
+def _buckets(entries: bytes | bytearray, length: int) -> Iterable[bytes | bytearray]:
+    """Return the entries in buckets that are small, unless nonces repeat: equal nonces are in one bucket."""
+    count = len(entries) // _BUCKET_BYTES + 1
+    if count == 1:
+        return (entries,)
+    buckets = [bytearray() for _ in range(count)]
+    for entry in _split(entries, length):
+        buckets[hash(entry[:NONCE_LENGTH]) % count] += entry
+    return buckets
+
+
+def _repeated(entries: bytes | bytearray, length: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield what follows the nonce, in the first entry and in its own, for each whose nonce was there before."""
+    for bucket in _buckets(entries, length):
+        seen: dict[bytes, bytes] = {}
+        for entry in _split(bucket, length):
+            nonce, rest = entry[:NONCE_LENGTH], entry[NONCE_LENGTH:]
+            first = seen.setdefault(nonce, rest)
+            if first is not rest:
+                yield first, rest
+
+
+def _distinct(entries: bytearray) -> bytearray:
+    kept = bytearray()
+    for bucket in _buckets(entries, ENTRY_LENGTH):
+        kept += b"".join({entry[:NONCE_LENGTH]: entry for entry in _split(bucket, ENTRY_LENGTH)}.values())
+    return kept
+
+
+ReadAgain = Callable[[Collection[str], NoncePart], Iterable[tuple[str, FileNonces | None]]]
+"""Returns nonces of files, by their names; a file that cannot be read again has None, or is missing."""
+
+NOT_READ_AGAIN = "changed or could not be read again"
+"""Why nonces of a file were not compared."""
+
+
+class SharedNonces:
+    """Compares the nonces of files that share DEKs; these files are read again, since nonces take much memory."""
+
+    def __init__(self, read_again: ReadAgain) -> None:
+        self._read_again = read_again
+        self._users: defaultdict[bytes, dict[str, Invocations]] = defaultdict(dict)
+
+    def add_file(self, name: str, invocations: Mapping[bytes, Invocations]) -> None:
+        """Add a file."""
+        for fingerprint, number in invocations.items():
+            self._users[fingerprint][name] = number
+
+    def check(self, book: RuleBook) -> None:
+        """Check both rules about the nonces of several files; where not all can be compared, that is no pass."""
+        shared = {key: users for key, users in self._users.items() if len(users) > 1}
+        total = 0
+        for users in shared.values():
+            found = Invocations(*map(sum, zip(*users.values(), strict=True)))
+            total += found.modules
+            message = f"one DEK encrypts {found.modules} modules of {len(users)} files, of which {found.pages} "
+            book.check("invocations-shared", found.are_allowed, f"{message}are pages.")
+        if self._users:
+            book.holds("invocations-shared", "nonce-shared")
+        if not shared:
+            return
+        names = list(dict.fromkeys(name for users in shared.values() for name in users))
+        pairs: Counter[tuple[int, int]] = Counter()
+        parts = total * (ENTRY_LENGTH + _FILE_LENGTH) // MEMORY_BYTES + 1
+        for part in range(parts):
+            files = self._read_again(names, NoncePart(part, parts, frozenset(shared)))
+            pairs += _pairs(names, self._again(names, files, shared, book), shared)
+        for (first_file, file), number in sorted(pairs.items()):
+            modules = "one module has" if number == 1 else f"{number} modules have"
+            message = f"{modules} the same DEK and nonce in {names[first_file]} and {names[file]}."
+            book.broken("nonce-shared", message)
+
+    def _again(
+        self,
+        names: list[str],
+        files: Iterable[tuple[str, FileNonces | None]],
+        shared: Collection[bytes],
+        book: RuleBook,
+    ) -> Iterator[tuple[str, FileNonces]]:
+        """Yield the nonces of one pass, and note the files that are not what they were when they were added.
+
+        What such a file still has is compared, too: a breach that shows is one.
+        """
+        left = dict.fromkeys(names)
+        for name, nonces in files:
+            if nonces is None:
+                continue
+            before = {key: self._users[key][name] for key in shared if name in self._users[key]}
+            if before == {key: number for key, number in nonces.invocations.items() if key in shared}:
+                left.pop(name, None)
+            yield name, nonces
+        for name in left:
+            book.not_checked("nonce-shared", f"{name}: it {NOT_READ_AGAIN}")
+
+
+def _pairs(
+    names: list[str], files: Iterable[tuple[str, FileNonces]], shared: Collection[bytes]
+) -> Counter[tuple[int, int]]:
+    """Return how many modules have the nonce of a module in another file, by the positions of both files."""
+    positions = {name: position for position, name in enumerate(names)}
+    entries: defaultdict[bytes, bytearray] = defaultdict(bytearray)
+    for name, nonces in files:
+        if name in positions:
+            file = positions[name].to_bytes(_FILE_LENGTH, "big")
+            for fingerprint in shared:
+                for entry in nonces.entries(fingerprint):
+                    entries[fingerprint] += entry + file
+    pairs: Counter[tuple[int, int]] = Counter()
+    for found in entries.values():
+        for first, rest in _repeated(found, ENTRY_LENGTH + _FILE_LENGTH):
+            # A module that ends alike is a copy.
+            files_of = int.from_bytes(first[-_FILE_LENGTH:]), int.from_bytes(rest[-_FILE_LENGTH:])
+            if (
+                files_of[0] != files_of[1]
+                and first[_OFFSET_LENGTH:-_FILE_LENGTH] != rest[_OFFSET_LENGTH:-_FILE_LENGTH]
+            ):
+                pairs[files_of] += 1
+    return pairs

@@ -11,14 +11,14 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from parquet_keytools import audit
 from parquet_keytools.conformance.data_set import Member
 from parquet_keytools.conformance.file_verifier import FileEnd
-from parquet_keytools.conformance.report import DataSetReport, RuleBook
+from parquet_keytools.conformance.report import RuleBook
 from parquet_keytools.errors import ConfigurationError, FileListError, KeytoolsError, ParquetFormatError
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, open_files
@@ -59,55 +59,37 @@ class ListedFile:
         return cls(end.size_bytes, end.footer_sha256, (file_unique or b"").hex())
 
 
-@dataclass(frozen=True)
-class FileList:
-    """The encrypted files of a data set at one time.
+def check_list(
+    files: Mapping[str, ListedFile], members: Sequence[Member], unknown: Sequence[str], book: RuleBook
+) -> None:
+    """Compare the files of a folder with a list (rule `file-list`).
 
-    Attributes:
-        table: Name of their table.
-        recorded_at: When, in ISO 8601 and UTC.
-        files: Path within the folder -> the file.
+    Args:
+        files: Path within the folder -> the file in the list.
+        members: The files that were verified.
+        unknown: Paths within the folder of files that were not.
+        book: Where breaches are noted.
     """
-
-    table: str
-    recorded_at: str
-    files: Mapping[str, ListedFile] = field(repr=False)
-
-    def check(self, members: Sequence[Member], unknown: Sequence[str], book: RuleBook) -> None:
-        """Compare the files of a folder with the list (rule `file-list`).
-
-        Args:
-            members: The files that were verified.
-            unknown: Paths within the folder of files that were not.
-            book: Where breaches are noted.
-        """
-        found = {member.name: member.facts for member in members}
-        for name, listed in self.files.items():
-            facts = found.get(name)
-            if name in unknown or (facts is not None and facts.mode is None):
-                book.not_checked("file-list", f"{name} could not be verified")
-            elif facts is None or facts.end is None:
-                book.broken("file-list", f"{name} is in the list, and not in the folder.")
-            elif not facts.is_encrypted:
-                book.broken("file-list", f"{name} is not encrypted, unlike the file in the list.")
-            else:
-                difference = _difference(listed, ListedFile.of(facts.end, facts.file_unique))
-                book.check("file-list", difference is None, f"{name} has another {difference} than in the list.")
-        for name, facts in found.items():
-            if facts.is_encrypted:
-                book.check("file-list", name in self.files, f"{name} is not in the list.")
-        for name in unknown:
-            if name not in self.files:
-                book.not_checked("file-list", f"{name} could not be verified")
+    found = {member.name: member.facts for member in members}
+    unverified = {*unknown, *(name for name, facts in found.items() if facts.mode is None)}
+    entries = listed_files(members)
+    for name, listed in files.items():
+        if name in unverified:
+            continue
+        if name not in found:
+            book.broken("file-list", f"{name} is in the list, and not in the folder.")
+        elif name not in entries:
+            book.broken("file-list", f"{name} is not encrypted, unlike the file in the list.")
+        else:
+            is_same = entries[name] == listed
+            book.check("file-list", is_same, f"{name} has another size or footer than in the list.")
+    for name in entries:
+        book.check("file-list", name in files, f"{name} is not in the list.")
+    for name in unverified:
+        book.not_checked("file-list", f"{name} could not be verified")
 
 
-def _difference(listed: ListedFile, found: ListedFile) -> str | None:
-    if listed.size_bytes != found.size_bytes:
-        return "size"
-    return "footer" if listed.footer_sha256 != found.footer_sha256 else None
-
-
-def _of_members(members: Sequence[Member]) -> dict[str, ListedFile]:
+def listed_files(members: Sequence[Member]) -> dict[str, ListedFile]:
     """Return the entries of encrypted files as they were verified: a file may have been replaced since."""
     return {
         member.name: ListedFile.of(member.facts.end, member.facts.file_unique)
@@ -185,8 +167,8 @@ class ListKeeper:
         document["hmac_sha256"] = _hmac(key, document).hex()
         write_whole(target, json.dumps(document, indent=1).encode() + b"\n")
 
-    def read(self, source: FileLocation) -> FileList:
-        """Read a list and authenticate it.
+    def read(self, source: FileLocation) -> dict[str, ListedFile]:
+        """Return the files of a list, by their paths within the folder, once the list is authenticated.
 
         Raises:
             FileListError: The list is not valid, not authentic, for another table or under another master key.
@@ -201,8 +183,7 @@ class ListKeeper:
         if document["table"] != self._table_name:
             raise _invalid(source, f"it is for table {document['table']!r}, not {self._table_name!r}")
         try:
-            files = {name: ListedFile(**entry) for name, entry in document["files"].items()}
-            return FileList(document["table"], document["recorded_at"], files)
+            return {name: ListedFile(**entry) for name, entry in document["files"].items()}
         except (AttributeError, TypeError):
             raise _invalid(source, "its entries have unknown fields") from None
 
@@ -264,30 +245,6 @@ def _hmac(key: SecretBytes, document: Mapping[str, Any]) -> bytes:
     return hmac.digest(derived, canonical.encode("ascii"), "sha256")
 
 
-class Lists:
-    """The lists of one verification: one to compare with, one to write, or both."""
-
-    def __init__(
-        self, keeper: ListKeeper, folder: FileLocation, expect: FileLocation | None, record: FileLocation | None
-    ) -> None:
-        """Refuse lists inside the folder; see `ListKeeper.refuse_inside`."""
-        for target in (expect, record):
-            if target is not None:
-                keeper.refuse_inside(target, folder)
-        self._keeper = keeper
-        self._expect = expect
-        self._record = record
-
-    def expected(self) -> FileList | None:
-        """Return the list to compare with, authenticated; see `ListKeeper.read`."""
-        return None if self._expect is None else self._keeper.read(self._expect)
-
-    def record(self, report: DataSetReport, members: Sequence[Member]) -> None:
-        """Write the list, if the files conform; see `ListKeeper.write`."""
-        if self._record is not None and report.conforms:
-            self._keeper.write(self._record, _of_members(members))
-
-
 # --- lists that follow a change of keys ---
 
 
@@ -312,7 +269,7 @@ def updated_list(
         FileListError: The list is not authentic, or the files differ from it.
     """
     before.refuse_inside(target, folder)
-    listed = before.read(target).files
+    listed = before.read(target)
     _compare(target, listed, before.entries(folder), frozenset())
 
     def update() -> None:

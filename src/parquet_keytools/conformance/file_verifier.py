@@ -1,97 +1,725 @@
-"""A whole file verified, rule by rule."""
+"""A file verified, rule by rule: its footer, and the modules of each column chunk.
+
+Modules are authenticated, and compared with each other and with the metadata. Pages must also begin as their codec
+lets pages begin. A page of AES_GCM_CTR_V1 has no tag: any bytes decrypt to something (spec 4.2.2). A wrong key, or
+a counter that begins elsewhere, shows there; a few altered values do not.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import struct
+import zlib
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
-from parquet_keytools.conformance.chunk_layout import (
-    ChunkKey,
-    ChunkNumbers,
-    Column,
-    OpenFooter,
-    check_gaps,
-    check_layout,
-    check_row_groups,
-    chunk_place,
-    chunk_regions,
-)
-from parquet_keytools.conformance.chunk_verifier import (
-    Chunk,
-    ChunkVerifier,
-    ColumnCiphers,
-    IndexVerifier,
-    check_padding,
-    ends_of_runs,
-    index_windows,
-    note_defect,
-    verify_chunks,
-)
 from parquet_keytools.conformance.file_keys import (
+    ENTRY_LENGTH,
     FOOTER,
+    NOT_READ_AGAIN,
     Expectation,
     FileKeys,
+    FileNonces,
     MaterialFinder,
+    NoncePart,
     check_deks,
     check_table_of_columns,
     check_table_of_footer,
     fingerprint,
+    nonce_entry,
+    title_of,
 )
 from parquet_keytools.conformance.footer_rules import (
+    ChunkKey,
+    ChunkNumbers,
+    Column,
+    OpenFooter,
     check_envelope,
     check_footer,
+    check_gaps,
+    check_layout,
     check_required,
+    check_row_groups,
     plaintext_metadata,
 )
-from parquet_keytools.conformance.nonces import NOT_READ_AGAIN, FileNonces, NoncePart, nonce_entry
-from parquet_keytools.conformance.report import FILE_SCOPES, Damage, FileReport, Loss, ModuleTally, RuleBook, Scope
-from parquet_keytools.encryption.aad import (
-    FILE_UNIQUE_LENGTH_BYTES,
-    FOOTER_PLACE,
-    ExpectedAadPrefix,
-    ModuleType,
-    module_behind,
-    without_delimiter,
-)
+from parquet_keytools.conformance.report import FILE_SCOPES, Damage, FileReport, Loss, RuleBook, Scope
+from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_COUNT, ModulePlace, ModuleType, without_delimiter
+from parquet_keytools.encryption.footer import SIGNATURE_LENGTH, FooterEnvelope
 from parquet_keytools.encryption.module_cipher import (
+    CTR_FRAMING,
     GCM_FRAMING,
     LENGTH_LENGTH,
     NO_PAGE_ORDINAL,
     NONCE_LENGTH,
-    TAG_LENGTH,
+    ChunkCipher,
     InvalidTag,
     ModuleCipher,
 )
-from parquet_keytools.encryption.page_walk import HeaderWindow, PageDefect, walk_pages
-from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
-from parquet_keytools.errors import DecryptionError, ParquetFormatError
-from parquet_keytools.format.file_layout import ByteSource, Region, RegionKind
+from parquet_keytools.encryption.page_walk import (
+    DataPages,
+    HeaderWindow,
+    IndexRule,
+    Page,
+    PageDefect,
+    PageFlaw,
+    checked_column_index,
+    checked_offset_index,
+    walk_pages,
+)
+from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
+from parquet_keytools.errors import AadPrefixError, DecryptionError, ParquetFormatError
+from parquet_keytools.format.file_layout import ByteSource, ChunkPlaces, Region, RegionKind, regions_of
+from parquet_keytools.format.pages import PageContents, read_page_contents
 from parquet_keytools.format.partial_footers import shown_metadata
-from parquet_keytools.format.structs import ColumnMetaData, FileMetaData
-from parquet_keytools.format.thrift import WireType
-from parquet_keytools.runtime.presentation import escaped_bytes
-from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.format.structs import (
+    BloomFilterHeader,
+    ColumnChunk,
+    ColumnMetaData,
+    FileMetaData,
+    PageHeader,
+)
+from parquet_keytools.format.thrift import WireType, varint
 
-# --- The footer, opened, and the metadata of column chunks ---
+_read_length = struct.Struct("<I").unpack_from
 
-_SIGNATURE_LENGTH = NONCE_LENGTH + TAG_LENGTH
+_UNCOMPRESSED, _SNAPPY = 0, 1
+_MAGICS = {2: b"\x1f\x8b\x08", 6: b"\x28\xb5\x2f\xfd"}
+"""Codec of parquet.thrift (gzip, Zstandard) -> what its output begins with. Brotli and LZ4 have no such thing."""
+
+_START_LENGTH = 5
+"""How much of a page is compared with its codec."""
+
+_END_LENGTH = 8 * 1024
+"""How much of each end of a page tells it from others; with all of it, a file would take twice as long."""
+
+_MOST_PAGES = 1 << 20
+"""How many pages of a chunk are kept for its page index."""
+
+_STEP = 4 * 1024 * 1024
+"""How much is read at once."""
+
+_MAX_BLOOM_FILTER_HEADER = 1024
+_BLOOM_FILTER_UNIONS = (2, 3, 4)
+"""Algorithm, hash and compression of a Bloom filter."""
+
+_REQUIRED = {
+    ColumnMetaData.type.field_id: WireType.I32,
+    2: WireType.LIST,  # encodings
+    ColumnMetaData.path_in_schema.field_id: WireType.LIST,
+    ColumnMetaData.codec.field_id: WireType.I32,
+    ColumnMetaData.num_values.field_id: WireType.I64,
+    ColumnMetaData.total_uncompressed_size.field_id: WireType.I64,
+    ColumnMetaData.total_compressed_size.field_id: WireType.I64,
+    ColumnMetaData.data_page_offset.field_id: WireType.I64,
+}
+"""Ids of the required fields of ColumnMetaData, and their types."""
+
+_DEFECTS = {
+    PageFlaw.MODULE_LENGTH: "module-length",
+    PageFlaw.HEADER: "page-header",
+    PageFlaw.TYPE: "page-type",
+    PageFlaw.CHUNK_SIZE: "chunk-size",
+    PageFlaw.TOO_MANY: "ordinal-limit",
+}
+
+_INDEX_RULES = {
+    IndexRule.PAGES: "offset-index",
+    IndexRule.ROWS: "offset-index-rows",
+    IndexRule.COLUMN: "column-index",
+}
+
+
+class Depth(IntEnum):
+    """How much of a file is read; each includes the ones before."""
+
+    FOOTER = 0
+    HEADERS = 1
+    """Headers of pages."""
+    NONCES = 2
+    """The nonces of all modules; no page is authenticated."""
+    ALL = 3
+
+
+class InspectedModule(NamedTuple):
+    """A module, or what would be one if it were encrypted.
+
+    Attributes:
+        module_type: Its type.
+        offset: Where it begins, in bytes from the start of the file.
+        length: In bytes with framing.
+        page_ordinal: Of data pages and their headers.
+    """
+
+    module_type: ModuleType
+    offset: int
+    length: int
+    page_ordinal: int | None = None
+
+
+class ChunkVerifier:
+    """Verifies one column chunk: its metadata, then its pages, its Bloom filter and page indexes.
+
+    Attributes:
+        column: Its column.
+        row_group_ordinal: Of its row group.
+        key: The ordinals of row group and column.
+        is_readable: Whether it is in plaintext, or its key is available.
+        numbers: What its metadata says; None where that is unknown.
+        has_full_metadata: Whether this is not only what a footer shows of an encrypted column.
+        regions: What it consists of, as far as that can be read.
+        is_lost: Whether no value of it can be read.
+        is_index_damaged: Whether its Bloom filter or page index cannot be used.
+        is_whole: Whether the walk reached the end of its pages.
+        modules: What it consists of, as far as that was found; for an inspection.
+        bloom_filter_length: As found; None where that is unknown.
+    """
+
+    def __init__(
+        self,
+        file: FileVerifier,
+        envelope: FooterEnvelope,
+        column: Column,
+        row_group_ordinal: int,
+        cipher: ModuleCipher | None,
+        fingerprint: bytes,
+    ) -> None:
+        self._file = file
+        self._mode = envelope.mode
+        self._book = file.book
+        self._fingerprint = fingerprint
+        self._reader: ChunkCipher | None = None
+        if cipher is not None:
+            self._reader = ChunkCipher(cipher, envelope.algorithm, row_group_ordinal, column.ordinal)
+        self.column = column
+        self.row_group_ordinal = row_group_ordinal
+        self.key: ChunkKey = (row_group_ordinal, column.ordinal)
+        self.is_readable = cipher is not None or column.encryption is ColumnEncryption.PLAINTEXT
+        self.numbers: ChunkNumbers | None = None
+        self.has_full_metadata = False
+        self.regions: dict[RegionKind, Region] = {}
+        self.is_lost = self.is_index_damaged = False
+        self.is_whole = True
+        self._lost_pages: list[int] = []
+        self._lost_from: int | None = None
+        self.modules: list[InspectedModule] = []
+        self.bloom_filter_length: int | None = None
+
+    @property
+    def start(self) -> int:
+        """Where its pages begin; 0 where they cannot be read."""
+        return self.regions[RegionKind.PAGES].offset if RegionKind.PAGES in self.regions else 0
+
+    @property
+    def loss(self) -> Loss | None:
+        """What of it cannot be read."""
+        is_all = self.is_lost or (self.is_readable and self.numbers is None)
+        if not is_all and not self._lost_pages and self._lost_from is None:
+            return None
+        return Loss(*self.key, self.column.name, None if is_all else tuple(self._lost_pages), self._lost_from)
+
+    def place(self, module_type: ModuleType, page_ordinal: int | None = None) -> ModulePlace:
+        """Return the place of a module."""
+        return ModulePlace(module_type, self.row_group_ordinal, self.column.ordinal, page_ordinal)
+
+    def _page_place(self, page_ordinal: int, *, is_header: bool = False) -> ModulePlace:
+        if page_ordinal == NO_PAGE_ORDINAL:
+            return self.place(ModuleType.DICTIONARY_PAGE_HEADER if is_header else ModuleType.DICTIONARY_PAGE)
+        return self.place(ModuleType.DATA_PAGE_HEADER if is_header else ModuleType.DATA_PAGE, page_ordinal)
+
+    def _plaintext(self, module_type: ModuleType, stored: bytes | memoryview, offset: int | None) -> bytes | None:
+        """Return the plaintext of a module that is no page and fills `stored`; None where it is reported."""
+        reader, book, place, length = self._reader, self._book, self.place(module_type), len(stored)
+        if reader is None:
+            return bytes(stored)
+        if length >= GCM_FRAMING:
+            # Metadata lies somewhere in the footer; a number after its end tells it apart from all others.
+            where = self._file.source.size_bytes + (self.row_group_ordinal << 16) + self.column.ordinal
+            entry = nonce_entry(stored[4:16], where if offset is None else offset, stored[-4:])
+            self._file.nonces.add(self._fingerprint, entry)
+        stated = _read_length(stored)[0] if length >= LENGTH_LENGTH else 0
+        if length < GCM_FRAMING or stated != length - LENGTH_LENGTH:
+            message = f"its length field says {stated} bytes, its place has {length - LENGTH_LENGTH}."
+            book.not_authentic(place, offset, "module-length", message)
+            return None
+        try:
+            plaintext = reader.decrypt(stored, module_type)
+        except DecryptionError:
+            book.not_authentic(place, offset)
+            return None
+        book.authentic(module_type)
+        return plaintext
+
+    def _check_padding(self, left: int, place: ModulePlace) -> None:
+        """Check that a Thrift structure fills the plaintext of its module."""
+        if self._reader is not None:
+            self._book.check("padding", left == 0, f"{left} bytes follow it.", place)
+
+    # --- Metadata ---
+
+    def read_metadata(self, chunk: ColumnChunk) -> ColumnMetaData | None:
+        """Return the metadata: its own where it can be decrypted, else what is visible; None where it is wrong."""
+        visible, hidden = chunk.meta_data, chunk.encrypted_column_metadata
+        mode, found = self._mode, visible
+        # Beside metadata in the place where it belongs, a second copy is a breach of its own.
+        is_in_place = mode is FooterMode.ENCRYPTED_FOOTER and self.column.encryption is ColumnEncryption.FOOTER_KEY
+        try:
+            if visible is not None:
+                self._check_metadata(visible)
+            if hidden is not None and self._reader is not None and not (is_in_place and visible is not None):
+                plaintext = self._plaintext(ModuleType.COLUMN_META_DATA, hidden, None)
+                if plaintext is None:
+                    return None
+                found, end = ColumnMetaData.read(plaintext)
+                self._check_padding(len(plaintext) - end, self.place(ModuleType.COLUMN_META_DATA))
+                self._check_metadata(found)
+            self.numbers = None if found is None else ChunkNumbers.of(found)
+        except ParquetFormatError as error:
+            self._book.broken("metadata-path", str(error), self.place(ModuleType.COLUMN_META_DATA))
+            return None
+        if found is None:
+            return None
+        self._book.holds("metadata-path")
+        self.has_full_metadata = hidden is None or found is not visible
+        if visible is not None and found is not visible and mode is FooterMode.PLAINTEXT_FOOTER:
+            self._check_agreement(visible, found)
+        return found
+
+    def _check_metadata(self, metadata: ColumnMetaData) -> None:
+        if not metadata.struct.has_types(_REQUIRED):
+            raise ParquetFormatError("ColumnMetaData: a required field is missing, or has another type.")
+        if metadata.type != self.column.type:
+            raise ParquetFormatError(f"its type is {metadata.type}, and its column has type {self.column.type}.")
+        if not metadata.has_path(self.column.path):
+            raise ParquetFormatError(f"the metadata names column {'.'.join(metadata.path_in_schema)!r}.")
+
+    def _check_agreement(self, visible: ColumnMetaData, found: ColumnMetaData) -> None:
+        differing: list[int] = []
+        # Most writers leave out what must not be shown: the same fields, and then perhaps others.
+        if not found.struct.as_bytes().startswith(visible.struct.as_bytes()[:-1]):
+            full = found.struct.fields
+            shown, _ = shown_metadata(visible)  # What is not to be shown is a breach of its own.
+            differing = sorted(i for i, value in shown.struct.fields.items() if full.get(i) != value)
+        place = self.place(ModuleType.COLUMN_META_DATA)
+        self._book.check("metadata-agrees", not differing, f"the fields {differing} differ.", place)
+
+    # --- Pages ---
+
+    def verify(self, num_rows: int, bloom_filter_limit: int) -> None:
+        """Check everything; a Bloom filter whose length is not stated may go up to the limit."""
+        has_index = not self.regions.keys().isdisjoint((RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX))
+        pages = DataPages() if has_index else None
+        if RegionKind.PAGES in self.regions:
+            pages = self._verify_pages(self.regions[RegionKind.PAGES], num_rows, pages)
+        else:
+            self.is_whole, self.is_lost, pages = False, True, None
+        for kind, region in self.regions.items():
+            if kind is RegionKind.BLOOM_FILTER:
+                self._check_bloom_filter(region, bloom_filter_limit)
+            elif kind is not RegionKind.PAGES:
+                self._check_page_index(region, pages, num_rows)
+
+    def _verify_pages(self, region: Region, num_rows: int, found: DataPages | None) -> DataPages | None:
+        """Walk over all pages; returns `found` with them, or None where not all were found."""
+        reader, file, places, window = self._reader, self._file, self._places, self._file.windows[RegionKind.PAGES]
+        start, end = region.offset, region.offset + (region.length or 0)
+        window.end = end
+        first_data_page: int | None = None
+        values = 0
+        nonces = bytearray()
+        for page in walk_pages(
+            window,
+            start,
+            end,
+            reader,
+            expects_dictionary_page=bool(places.dictionary_page_offset),
+            path="",
+            on_defect=self._note_defect,
+        ):
+            ordinal, facts, header_offset, offset, header = page
+            header_place, place = self._page_place(ordinal, is_header=True), self._page_place(ordinal)
+            if reader is not None:
+                self._book.authentic(header_place.module_type)
+            if file.depth is Depth.HEADERS:
+                length = offset - header_offset
+                self.modules += (
+                    InspectedModule(header_place.module_type, header_offset, length, place.page_ordinal),
+                    InspectedModule(place.module_type, offset, facts.page_length, place.page_ordinal),
+                )
+                continue
+            contents = self._contents(page, header_place, is_first=header_offset == start)
+            if contents is None:
+                break
+            stored = module = window.view(offset, facts.page_length)
+            if reader is not None:
+                module = _module_of(stored, contents.levels_length, reader.page_framing)
+                check = module[-4:] if reader.pages_are_gcm else _crc_of_ends(module)
+                nonces += nonce_entry(header[4:16], header_offset, header[-4:])
+                nonces += nonce_entry(module[4:16], offset, check)
+            if file.depth is Depth.ALL and not self._check_page(page, place, contents, stored, module):
+                if ordinal == NO_PAGE_ORDINAL:
+                    self.is_lost = True
+                else:
+                    self._lost_pages.append(ordinal)
+            if ordinal != NO_PAGE_ORDINAL and facts.page_type != PageHeader.INDEX_PAGE:
+                if first_data_page is None:
+                    first_data_page = header_offset
+                if found is not None:
+                    found.values.append(contents.num_values)
+                    found.offsets.append(header_offset)
+                    found.lengths.append(offset + facts.page_length - header_offset)
+                    if len(found.offsets) > _MOST_PAGES:
+                        found = None
+                values += contents.num_values
+        file.nonces.add(self._fingerprint, nonces, len(nonces) // (2 * ENTRY_LENGTH))
+        if not self.is_whole or file.depth is Depth.HEADERS:
+            return None
+        self._book.holds("chunk-size", "page-header", "page-type")
+        self._check_numbers(values, first_data_page, num_rows)
+        return found
+
+    @property
+    def _places(self) -> ChunkPlaces:
+        assert self.numbers is not None
+        return self.numbers.places
+
+    def _end_at(self, page_ordinal: int) -> None:
+        self.is_whole, self._lost_from = False, max(page_ordinal, 0)  # The dictionary page comes before page 0.
+
+    def _note_defect(self, defect: PageDefect) -> None:
+        """Note why the walk ended early."""
+        self._end_at(defect.page_ordinal)
+        place = self._page_place(defect.page_ordinal, is_header=True)
+        if defect.flaw is PageFlaw.NOT_AUTHENTIC:
+            self._book.not_authentic(place, defect.offset)
+            return
+        message = str(defect.error)
+        if defect.flaw is PageFlaw.TOO_MANY:
+            place = place._replace(page_ordinal=MAX_COUNT - 1)
+            message = f"the chunk has more than {MAX_COUNT} data pages."
+        self._book.broken(_DEFECTS[defect.flaw], message, place, defect.offset)
+
+    def _contents(self, page: Page, place: ModulePlace, *, is_first: bool) -> PageContents | None:
+        """Return what a header says of the content of its page; None, which is reported, where that is wrong."""
+        ordinal, facts, header_offset, _, header = page
+        rule_id, problem = "page-header", ""
+        if self._reader is not None:
+            self._check_padding(len(header) - facts.length - GCM_FRAMING, place)
+            if is_first:
+                stated = self._places.dictionary_page_offset or None
+                actual = header_offset if ordinal == NO_PAGE_ORDINAL else None
+                message = f"it is {stated}, and the dictionary page is at {actual}."
+                self._book.check("dictionary-offset", stated == actual, message, place)
+            if facts.page_type == PageHeader.INDEX_PAGE:
+                rule_id, problem = "page-type", f"the header says page type {facts.page_type}."
+        try:
+            contents = read_page_contents(facts)
+            if contents.levels_length > facts.page_length:
+                problem = f"{contents.levels_length} bytes of levels do not fit into {facts.page_length}."
+        except ParquetFormatError as error:
+            problem = problem or str(error)
+        if problem:
+            self._end_at(ordinal)
+            self._book.broken(rule_id, problem, place, header_offset)
+            return None
+        return contents
+
+    def _check_numbers(self, values: int, first_data_page: int | None, num_rows: int) -> None:
+        book, numbers, place = self._book, self.numbers, self.place(ModuleType.COLUMN_META_DATA)
+        assert numbers is not None
+        message = f"the pages have {values} values, the metadata says {numbers.num_values}."
+        fits = book.check("value-count", values == numbers.num_values, message, place)
+        if self.column.is_flat:
+            message = f"it has {numbers.num_values} values, and the row group {num_rows} rows."
+            fits = book.check("value-count", numbers.num_values == num_rows, message, place) and fits
+        # Else it is unknown which values belong to which rows.
+        self.is_lost = self.is_lost or not fits
+        if self._reader is not None and first_data_page is not None:
+            stated = numbers.places.data_page_offset
+            message = f"it is {stated}, and the first data page is at {first_data_page}."
+            book.check("data-page-offset", stated == first_data_page, message, place)
+
+    def _check_page(
+        self, page: Page, place: ModulePlace, contents: PageContents, stored: memoryview, module: memoryview
+    ) -> bool:
+        """Authenticate one page as far as its algorithm and its CRC allow; returns whether it is good."""
+        reader, book, crc, is_good = self._reader, self._book, page.facts.crc, True
+        assert self.numbers is not None
+        if crc is not None:
+            message = "the page does not have the CRC that its header states."
+            is_good = book.check("page-crc", zlib.crc32(stored) == crc, message, place)
+        if reader is not None:
+            is_good = self._authenticate(reader, page, place, contents, stored, module) and is_good
+        else:
+            is_good = self._check_content(place, contents, stored[contents.levels_length :]) and is_good
+        if self.numbers.codec == _UNCOMPRESSED:
+            length, stated = (
+                len(stored) - (0 if reader is None else reader.page_framing),
+                contents.uncompressed_length,
+            )
+            message = f"{length} bytes without framing, the header states {stated}."
+            is_good = book.check("page-size", length == stated, message, place) and is_good
+        return is_good
+
+    def _authenticate(
+        self,
+        reader: ChunkCipher,
+        page: Page,
+        place: ModulePlace,
+        contents: PageContents,
+        stored: memoryview,
+        module: memoryview,
+    ) -> bool:
+        book, levels_before = self._book, len(stored) - len(module)
+        if page.facts.page_type == PageHeader.DATA_PAGE_V2:
+            message = f"{levels_before} bytes of levels are in plaintext before the module."
+            book.check("page-v2-whole", not levels_before, message, place, page.offset)
+        (length,) = _read_length(module)
+        if length != len(module) - LENGTH_LENGTH:
+            message = f"its length field says {length} bytes, its header {len(module) - LENGTH_LENGTH}."
+            book.not_authentic(place, page.offset, "module-length", message)
+            return False
+        skipped = max(0, contents.levels_length - levels_before)
+        if reader.pages_are_gcm:
+            plaintext = self._decrypted(reader, page, module)
+            if plaintext is None:
+                book.not_authentic(place, page.offset)
+                return False
+            book.authentic(place.module_type)
+            return self._check_content(place, contents, plaintext[skipped:])
+        book.modules["unauthenticated"] += 1
+        # To decrypt all of it would show nothing: any bytes decrypt to something.
+        looked_at = module[CTR_FRAMING : CTR_FRAMING + skipped + _START_LENGTH]
+        out = bytearray(len(looked_at))
+        reader.cipher.ctr().apply_into(module[4:16], looked_at, b"", out)
+        begins_well = self._begins_well(contents, memoryview(out)[skipped:])
+        if page.ordinal in (0, NO_PAGE_ORDINAL) or begins_well is False:
+            is_gcm = self._decrypted(reader, page, module) is not None
+            message = "the page authenticates with AES-GCM, and the file states AES_GCM_CTR_V1."
+            if not book.check("algorithm-of-pages", not is_gcm, message, place, page.offset):
+                return True
+        return self._check_content(place, contents, memoryview(out)[skipped:])
+
+    def _decrypted(self, reader: ChunkCipher, page: Page, module: memoryview) -> memoryview | None:
+        """Return the plaintext of a page that authenticates with AES-GCM; None where it does not."""
+        if len(module) < GCM_FRAMING:
+            return None
+        file = self._file
+        if len(file.scratch) < len(module):
+            file.scratch = bytearray(len(module))
+        out = memoryview(file.scratch)[: len(module) - GCM_FRAMING]
+        try:
+            reader.cipher.gcm.decrypt_into(module[4:16], module[16:], reader.page_aads(page.ordinal)[1], out)
+        except InvalidTag:
+            return None
+        return out
+
+    def _begins_well(self, contents: PageContents, start: memoryview) -> bool | None:
+        """Return whether what follows the levels begins as the codec has it; None where that is unknown."""
+        assert self.numbers is not None
+        codec, length = self.numbers.codec, contents.uncompressed_length - contents.levels_length
+        if not contents.is_compressed or length <= 0 or (codec != _SNAPPY and codec not in _MAGICS):
+            return None
+        if codec != _SNAPPY:
+            return bytes(start[:_START_LENGTH]).startswith(_MAGICS[codec or 0])
+        # Snappy begins with the length, seven bits in each byte.
+        return bytes(start[:_START_LENGTH]).startswith(varint(length))
+
+    def _check_content(self, place: ModulePlace, contents: PageContents, start: memoryview) -> bool:
+        begins_well = self._begins_well(contents, start)
+        if begins_well is None:
+            return True
+        message = "it does not begin as the output of its codec does."
+        return self._book.check("page-content", begins_well, message, place)
+
+    # --- Page indexes and Bloom filters ---
+
+    def _index_broken(self, rule_id: str, message: str, module_type: ModuleType, offset: int) -> None:
+        self.is_index_damaged = True
+        self._book.broken(rule_id, message, self.place(module_type), offset)
+
+    def _check_page_index(self, region: Region, pages: DataPages | None, num_rows: int) -> None:
+        is_offset_index = region.kind is RegionKind.OFFSET_INDEX
+        module_type = ModuleType.OFFSET_INDEX if is_offset_index else ModuleType.COLUMN_INDEX
+        self.modules.append(InspectedModule(module_type, region.offset, region.length or 0))
+        if self._file.depth is Depth.HEADERS:
+            return
+        data = self._plaintext(
+            module_type, self._file.windows[region.kind].view(region.offset, region.length or 0), region.offset
+        )
+        if data is None:
+            self.is_index_damaged = True
+            return
+        is_flat = self.column.is_flat
+        if is_offset_index:
+            flaws, end = checked_offset_index(data, pages, num_rows, is_flat=is_flat)
+        else:
+            flaws, end = checked_column_index(data, pages)
+        for rule, message in flaws:
+            self._index_broken(_INDEX_RULES[rule], message, module_type, region.offset)
+        if end is None:
+            return
+        for rule in (IndexRule.PAGES, IndexRule.ROWS) if is_offset_index else (IndexRule.COLUMN,):
+            if pages is not None or (rule is IndexRule.ROWS and not is_flat):
+                self._book.holds(_INDEX_RULES[rule])
+            else:
+                reason = f"the pages of a chunk could not all be walked, or there are more than {_MOST_PAGES:,}"
+                self._book.not_checked(_INDEX_RULES[rule], reason)
+        self._check_padding(len(data) - end, self.place(module_type))
+
+    def _check_bloom_filter(self, region: Region, limit: int) -> None:
+        """Check a Bloom filter. Many that overlap, without a stated length, would else be read many times."""
+        where = (ModuleType.BLOOM_FILTER_HEADER, region.offset)
+        room = region.length if region.length is not None else limit - region.offset
+        stored = memoryview(self._file.source.read_at(region.offset, min(room, _MAX_BLOOM_FILTER_HEADER)))
+        header_length, framing = len(stored), 0
+        if self._reader is not None:
+            framing = GCM_FRAMING
+            header_length = LENGTH_LENGTH + (_read_length(stored)[0] if header_length >= LENGTH_LENGTH else 0)
+            if not GCM_FRAMING <= header_length <= len(stored):
+                message = f"a module of {header_length} bytes does not fit where it lies."
+                self._index_broken("module-length", message, *where)
+                return
+        data = self._plaintext(where[0], stored[:header_length], region.offset)
+        if data is None:
+            self.is_index_damaged = True
+            return
+        try:
+            header, end = BloomFilterHeader.read(data)
+            num_bytes, types = header.num_bytes, header.struct.types()
+            if any(types.get(field_id) is not WireType.STRUCT for field_id in _BLOOM_FILTER_UNIONS):
+                raise ParquetFormatError("its algorithm, hash or compression is missing.")
+        except ParquetFormatError as error:
+            self._index_broken("bloom-filter", str(error), *where)
+            return
+        self._check_padding(len(data) - end, self.place(where[0]))
+        if self._reader is None:
+            header_length = end
+        length = header_length + num_bytes + framing
+        if num_bytes < 0 or length > room or (region.length is not None and length != region.length):
+            message = (
+                f"header and bitset have {length} bytes, and {room} belong to it or are left to what comes next."
+            )
+            self._index_broken("bloom-filter", message, *where)
+            return
+        self._book.holds("bloom-filter")
+        self.bloom_filter_length = length
+        bitset_offset, bitset_length = region.offset + header_length, num_bytes + framing
+        self.modules.append(InspectedModule(where[0], region.offset, header_length))
+        self.modules.append(InspectedModule(ModuleType.BLOOM_FILTER_BITSET, bitset_offset, bitset_length))
+        if self._reader is not None and self._file.depth is not Depth.HEADERS:
+            bitset = memoryview(self._file.source.read_at(bitset_offset, bitset_length))
+            if self._plaintext(ModuleType.BLOOM_FILTER_BITSET, bitset, bitset_offset) is None:
+                self.is_index_damaged = True
+
+
+def _module_of(stored: memoryview, levels_length: int, framing: int) -> memoryview:
+    """Return the module of an encrypted page: all of it, or what follows the levels if those are outside."""
+    if 0 < levels_length <= len(stored) - framing and _read_length(stored)[0] != len(stored) - LENGTH_LENGTH:
+        module = stored[levels_length:]
+        if _read_length(module)[0] == len(module) - LENGTH_LENGTH:
+            return module
+    return stored
+
+
+def _crc_of_ends(module: memoryview) -> bytes:
+    """Return what tells a page that has no tag from others: the CRC of its length field and of both ends."""
+    crc = zlib.crc32(module[max(_END_LENGTH, len(module) - _END_LENGTH) :], zlib.crc32(module[:_END_LENGTH]))
+    return crc.to_bytes(4, "little")
+
+
+# --- A file ---
+
 
 FORGED_FOOTER_LENGTH = 64 * 1024
 """Up to how many bytes a plaintext footer is looked into though its signature is missing or wrong."""
 
+_MOST_LEFT_BYTES = 64 * 1024
+
+_FILE_IS_LOST = Damage(file_is_lost=True)
+
 
 @dataclass(frozen=True)
-class OpenedEnvelope:
+class FileEnd:
+    """What tells one state of a file from another.
+
+    Attributes:
+        size_bytes: Length of the file.
+        footer_sha256: SHA-256, in hexadecimal, of the bytes from the footer's start to the end of the file.
+    """
+
+    size_bytes: int
+    footer_sha256: str
+
+    @classmethod
+    def of(cls, footer_offset: int, tail: bytes) -> FileEnd:
+        """Return the end of a file from its footer's offset and the bytes from there on."""
+        return cls(footer_offset + len(tail), hashlib.sha256(tail).hexdigest())
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a data set is checked by.
+
+    Attributes:
+        aad_prefix: The text of the prefix, stored or supplied, without NUL at its end.
+        column_paths: Leaf paths; None where they are not known.
+        mode: How the footer is protected; None where that is unknown.
+        nonces: The nonces of all modules that were found, or of the part that was asked for.
+        unknown: Why not all of its DEKs and nonces are known; None where they are.
+        end: Size and footer; None where no footer was found.
+        refers_to_material_file: Whether it refers to the key material file beside it.
+    """
+
+    aad_prefix: bytes | None = None
+    file_unique: bytes | None = None
+    dek_fingerprints: frozenset[bytes] = frozenset()
+    column_paths: tuple[tuple[str, ...], ...] | None = None
+    mode: FooterMode | None = None
+    nonces: FileNonces | None = None
+    unknown: str | None = None
+    end: FileEnd | None = None
+    refers_to_material_file: bool = False
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the file is."""
+        return self.mode not in (None, FooterMode.UNENCRYPTED)
+
+
+def verify_source(
+    source: ByteSource,
+    finder: MaterialFinder | None,
+    expectation: Expectation | None = None,
+    *,
+    nonce_part: NoncePart | None = None,
+) -> tuple[FileReport, FileFacts]:
+    """Verify a file against all rules of a file.
+
+    Args:
+        source: The file.
+        finder: Where its keys come from; None verifies what needs no key.
+        expectation: What is expected of it beyond the specification.
+        nonce_part: Only collects these nonces, and authenticates no page; None verifies the file.
+
+    Raises:
+        OSError: The file cannot be read. Whatever is wrong with its bytes is in the report.
+    """
+    depth = Depth.ALL if nonce_part is None else Depth.NONCES
+    return FileVerifier(source, finder, expectation or Expectation(), depth, nonce_part).verified()
+
+
+@dataclass(frozen=True)
+class OpenedFooter:
     """A footer that can be looked into.
 
     Attributes:
         file_aad: AAD prefix and file unique; None where it is not known.
         cipher: Under the footer's DEK; None without it.
+        fingerprint: Of the DEK; empty without it.
     """
 
     metadata: FileMetaData
@@ -101,120 +729,243 @@ class OpenedEnvelope:
     is_authentic: bool
 
 
-class FooterOpener:
-    """Opens the footer, and checks the rules about that."""
+class FileVerifier:
+    """Checks the rules of a file, as far as it is read.
 
-    def __init__(self, envelope: Envelope, expectation: Expectation, keys: FileKeys, nonces: FileNonces) -> None:
-        self._envelope = envelope
+    Attributes:
+        source: The file.
+        depth: How much of it is read.
+        book: What became of the rules.
+        nonces: The nonces of all modules.
+        scratch: Where pages are decrypted, again and again.
+        windows: In most files, pages follow one another, and so do page indexes of a kind: one reads each kind.
+        keys: The keys of the file.
+        envelope: What is visible of it; None where nothing is.
+        opened: Its footer; None where it cannot be read, or the file is not encrypted.
+        footer: The parts of the footer; None where they do not fit together.
+        chunks: Its column chunks, in the order of the footer.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        finder: MaterialFinder | None,
+        expectation: Expectation,
+        depth: Depth = Depth.ALL,
+        nonce_part: NoncePart | None = None,
+    ) -> None:
+        self.source = source
         self._expectation = expectation
-        self._keys = keys
-        self._book: RuleBook = keys.book
-        self._nonces = nonces
+        self.depth = depth
+        self.nonces = FileNonces(nonce_part)
+        self.scratch = bytearray()
+        self.windows: dict[RegionKind, HeaderWindow] = {}
+        self._regions: list[Region] = []
+        self._kept: defaultdict[str, list[ColumnMetaData]] = defaultdict(list)
+        self.book = RuleBook(FILE_SCOPES)
+        self.keys = FileKeys(finder, self.book)
+        self.envelope: FooterEnvelope | None = None
+        self.opened: OpenedFooter | None = None
+        self.footer: OpenFooter | None = None
+        self.chunks: list[ChunkVerifier] = []
 
-    def open(self) -> OpenedEnvelope | None:
+    def verified(self) -> tuple[FileReport, FileFacts]:
+        """Verify the file."""
+        damage = self.run()
+        if self.depth is Depth.ALL:
+            self._check_nonces()
+        envelope, footer, expected = self.envelope, self.footer, self._expectation
+        table, finder = expected.table, self.keys.finder
+        report = FileReport(
+            self.source.path,
+            finder is not None,
+            self.book.results(),
+            dict(self.book.modules),
+            damage if finder is not None and not self.keys.denied else None,
+            {title_of(user): reason for user, reason in self.keys.denied.items()},
+            frozenset() if expected.aad_prefix is None else frozenset({"prefix-expected"}),
+            None if table is None else table.table_name,
+            accepted=frozenset({"no-prefix"} if table is not None and table.settings.aad_prefix is None else ()),
+        )
+        if envelope is None:
+            return report, FileFacts(nonces=self.nonces)
+        prefix = envelope.aad_prefix
+        if prefix is None and envelope.algorithm is not None and expected.aad_prefix is not None:
+            prefix = expected.aad_prefix.candidates[0]
+        return report, FileFacts(
+            None if prefix is None else without_delimiter(prefix),
+            envelope.aad_file_unique,
+            frozenset(self.keys.fingerprints),
+            None if footer is None else tuple(column.path for column in footer.columns),
+            envelope.mode,
+            self.nonces,
+            next(iter(report.result("nonce-reuse").reasons), None),
+            FileEnd.of(envelope.footer_offset, envelope.tail),
+            self.keys.refers_to_material_file,
+        )
+
+    def run(self) -> Damage | None:
+        """Check the rules; returns what is lost, None where that is unknown or does not matter."""
+        envelope = self.envelope = check_envelope(self.source, self.book)
+        if envelope is None:
+            self._nothing_behind("what is visible of the footer cannot be read")
+            return _FILE_IS_LOST
+        if envelope.mode is FooterMode.UNENCRYPTED:
+            return self._unencrypted(envelope)
+        check_table_of_footer(self._expectation, envelope, self.keys, self.book)
+        opened = self.opened = self._open(envelope)
+        footer = self._footer(envelope, None if opened is None else opened.metadata)
+        if opened is None:
+            is_prefix_missing = envelope.supply_aad_prefix and self._expectation.aad_prefix is None
+            return None if is_prefix_missing and envelope.aad_prefix is None else _FILE_IS_LOST
+        if footer is None:
+            return _FILE_IS_LOST
+        self._check_chunks(envelope, footer, opened)
+        check_table_of_columns(self._expectation, envelope, footer, self.keys, self.book, self._kept)
+        # What a footer says that is not authentic is of no use to readers.
+        return self._damage(footer) if opened.is_authentic else _FILE_IS_LOST
+
+    def _check_nonces(self) -> None:
+        """Check the rules about nonces; where they do not fit into memory, the file is read once for each part.
+
+        What the first reading found stays found, whatever becomes of the file meanwhile.
+        """
+        self.nonces.check(self.book)
+        parts = self.nonces.part.parts
+        for part in range(1, parts):
+            wanted = NoncePart(part, parts)
+            again = FileVerifier(self.source, self.keys.finder, self._expectation, Depth.NONCES, wanted)
+            try:
+                again.run()
+            except (OSError, ParquetFormatError):
+                self.book.not_checked("nonce-reuse", f"the file {NOT_READ_AGAIN}")
+                continue
+            if again.nonces.invocations != self.nonces.invocations:
+                self.book.not_checked("nonce-reuse", f"the file {NOT_READ_AGAIN}")
+            again.nonces.check_repeated(self.book)
+
+    def _unencrypted(self, envelope: FooterEnvelope) -> Damage | None:
+        expected, book = self._expectation, self.book
+        footer = self._footer(envelope, plaintext_metadata(envelope, book))
+        if not book.is_broken("algorithm-stated"):
+            if expected.accept_plaintext:
+                return None
+            if not expected.allow_plaintext:
+                book.broken("encrypted", "the file is a plaintext Parquet file.")
+        if footer is None:
+            return _FILE_IS_LOST
+        if not expected.allow_plaintext:
+            return None
+        # Readers may take plaintext files, and what is expected of this one is still not there.
+        if expected.aad_prefix is not None:
+            book.broken("prefix-expected", "the file is in plaintext, and has none.")
+        self._check_chunks(envelope, footer, None)
+        check_table_of_footer(expected, envelope, self.keys, book)
+        check_table_of_columns(expected, envelope, footer, self.keys, book)
+        return self._damage(footer)
+
+    def _footer(self, envelope: FooterEnvelope, metadata: FileMetaData | None) -> OpenFooter | None:
+        if metadata is not None:
+            path, table = self._expectation.path, self._expectation.table
+            self.footer = check_footer(envelope, metadata, path, self.book, table)
+        if self.footer is None:
+            self._nothing_behind("the footer cannot be read")
+        return self.footer
+
+    def _nothing_behind(self, reason: str) -> None:
+        for scope in (Scope.FOOTER, Scope.COLUMN):
+            self.book.scope_not_checked(scope, reason)
+        if self._expectation.table is not None or self._expectation.without_table:
+            self.book.scope_not_checked(Scope.CONFIGURATION, reason)
+
+    # --- The footer ---
+
+    def _open(self, envelope: FooterEnvelope) -> OpenedFooter | None:
         """Open the footer; None where it is not plaintext and cannot be decrypted."""
-        envelope = self._envelope
-        dek = self._keys.footer_dek(envelope.key_metadata)
-        file_aads = self._file_aads()
-        if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
-            self._check_signature_length()
+        book, is_plaintext = self.book, envelope.mode is FooterMode.PLAINTEXT_FOOTER
+        dek = self.keys.footer_dek(envelope.key_metadata)
+        file_aads = self._file_aads(envelope)
+        if is_plaintext:
+            length = len(envelope.signature)
+            message = f"{length} bytes follow the footer, and the signature has {SIGNATURE_LENGTH}."
+            book.check("signature-present", length == SIGNATURE_LENGTH, message, FOOTER_PLACE)
         if dek is None or not file_aads:
-            reason = self._keys.denied.get(FOOTER) or "the AAD prefix is missing or wrong, or the file unique is"
-            if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
-                self._book.scope_not_checked(Scope.FOOTER, f"footer: {reason}")
-            else:
-                # What it shows can be checked; only that it is authentic cannot.
-                self._book.not_checked("signature-valid", f"footer: {reason}")
-            return self._unauthenticated(next(iter(file_aads), None))
-        cipher = self._cipher(dek, file_aads)
-        file_aad = cipher.file_aad
-        if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
-            is_authentic = self._verify(cipher, fingerprint(dek))
-            metadata = self._signed(is_authentic=is_authentic)
-        else:
-            plaintext = self._decrypt(cipher, fingerprint(dek))
-            metadata = None if plaintext is None else self._parsed(plaintext)
-            is_authentic = True
-        if metadata is None:
-            self._book.scope_not_checked(Scope.FOOTER, "the footer cannot be read")
-            return None
-        return OpenedEnvelope(metadata, file_aad, cipher, fingerprint(dek), is_authentic)
-
-    def _signed(self, *, is_authentic: bool) -> FileMetaData | None:
-        """Return a plaintext footer; a forged one only where that costs little."""
-        if not is_authentic and len(self._envelope.body) > FORGED_FOOTER_LENGTH:
-            return None
-        return plaintext_metadata(self._envelope, self._book, is_authentic=is_authentic)
-
-    def _unauthenticated(self, file_aad: bytes | None) -> OpenedEnvelope | None:
-        metadata = plaintext_metadata(self._envelope, self._book)
-        return None if metadata is None else OpenedEnvelope(metadata, file_aad, None, b"", False)
-
-    def _cipher(self, dek: SecretBytes, file_aads: Sequence[bytes]) -> ModuleCipher:
-        """Return the cipher with which the footer authenticates; the first one where none does."""
+            reason = self.keys.denied.get(FOOTER) or "the AAD prefix is missing or wrong, or the file unique is"
+            if not is_plaintext:
+                book.scope_not_checked(Scope.FOOTER, f"footer: {reason}")
+                return None
+            # What it shows can be checked; only that it is authentic cannot.
+            book.not_checked("signature-valid", f"footer: {reason}")
+            metadata = plaintext_metadata(envelope, book)
+            if metadata is None:
+                return None
+            return OpenedFooter(metadata, next(iter(file_aads), None), None, b"", False)
         ciphers = [ModuleCipher(dek, file_aad) for file_aad in file_aads]
-        return next(filter(self._authenticates, ciphers[1:]), ciphers[0]) if ciphers[1:] else ciphers[0]
+        key = fingerprint(dek)
+        if is_plaintext:
+            found = self._verified(envelope, ciphers, key)
+            cipher, is_authentic = found or ciphers[0], found is not None
+            metadata = None
+            if is_authentic or len(envelope.body) <= FORGED_FOOTER_LENGTH:
+                metadata = plaintext_metadata(envelope, book, is_authentic=is_authentic)
+        else:
+            cipher, is_authentic = ciphers[0], True
+            decrypted = self._decrypted(envelope, ciphers, key)
+            metadata = None
+            if decrypted is not None:
+                cipher, plaintext = decrypted
+                metadata = self._parsed(envelope, plaintext)
+        if metadata is None:
+            return None
+        if envelope.aad_prefix is None and envelope.supply_aad_prefix and is_authentic:
+            book.holds("prefix-expected")
+        return OpenedFooter(metadata, cipher.file_aad, cipher, key, is_authentic)
 
-    def _file_aads(self) -> tuple[bytes, ...]:
+    def _file_aads(self, envelope: FooterEnvelope) -> tuple[bytes, ...]:
         """Return what may begin all AADs; nothing where it is not known (spec 4.4.1)."""
-        envelope, expected, book = self._envelope, self._expectation.aad_prefix, self._book
-        stored = envelope.aad_prefix
-        if envelope.supply_aad_prefix and stored is None:
-            if expected is None:
-                book.not_checked("prefix-expected", "readers must supply the prefix, and none is given")
-                return ()
-            if self._keys.finder is None:
-                book.not_checked("prefix-expected", "the prefix is not stored: without keys nothing shows it")
-        elif expected is not None:
-            found = [c for c in expected.candidates if stored is not None and hmac.compare_digest(stored, c)]
-            message = f"it is {_text(stored)}, and {_text(expected.candidates[0])} is expected."
-            # What the file itself stores is still what its modules are checked with.
-            book.check("prefix-expected", bool(found), message, FOOTER_PLACE)
-        file_unique = envelope.aad_file_unique
-        length = len(file_unique or b"")
-        if expected is not None and not expected.any_file_unique and length != FILE_UNIQUE_LENGTH_BYTES:
-            reason = f"with a file unique of {length} bytes nothing shows where the prefix ends"
-            book.not_checked("prefix-expected", reason)
-        if file_unique is None:
+        expected, book = self._expectation.aad_prefix, self.book
+        is_supplied = envelope.supply_aad_prefix and envelope.aad_prefix is None
+        if is_supplied and expected is None:
+            book.not_checked("prefix-expected", "readers must supply the prefix, and none is given")
             return ()
-        if stored is None and envelope.supply_aad_prefix and expected is not None:
-            return tuple(candidate + file_unique for candidate in expected.candidates)
-        return ((stored or b"") + file_unique,)
-
-    def _check_signature_length(self) -> None:
-        length = len(self._envelope.signature)
-        message = f"{length} bytes follow the footer, and the signature has {_SIGNATURE_LENGTH}."
-        self._book.check("signature-present", length == _SIGNATURE_LENGTH, message, FOOTER_PLACE)
-
-    def _verify(self, cipher: ModuleCipher, key: bytes) -> bool:
-        envelope, signature = self._envelope, self._envelope.signature
-        if len(signature) != _SIGNATURE_LENGTH:
-            return False
-        end = envelope.footer_offset + len(envelope.body)
-        self._nonces.add(key, nonce_entry(signature[:NONCE_LENGTH], end, signature[-4:]))
-        is_valid = self._authenticates(cipher)
-        if is_valid and envelope.supply_aad_prefix:
-            self._book.holds("prefix-expected")
-        return self._book.check("signature-valid", is_valid, "the signature is wrong.", FOOTER_PLACE)
-
-    def _authenticates(self, cipher: ModuleCipher) -> bool:
-        """Return whether the footer authenticates with a cipher."""
-        envelope = self._envelope
-        if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
-            nonce, tag = envelope.signature[:NONCE_LENGTH], envelope.signature[NONCE_LENGTH:]
-            if len(envelope.signature) != _SIGNATURE_LENGTH:
-                return False
-            aad = FOOTER_PLACE.aad(cipher.file_aad)
-            return hmac.compare_digest(cipher.gcm.tag(nonce, envelope.body, aad), tag)
+        if is_supplied and self.keys.finder is None:
+            book.not_checked("prefix-expected", "the prefix is not stored: without keys nothing shows it")
+        file_unique = envelope.aad_file_unique
         try:
-            cipher.decrypt(envelope.body, FOOTER_PLACE)
-        except (DecryptionError, ParquetFormatError):
-            return False
-        return True
+            file_aads = envelope.file_aads(expected)
+            if expected is not None and not is_supplied:
+                book.holds("prefix-expected")
+            return file_aads
+        except AadPrefixError as error:
+            book.broken("prefix-expected", str(error), FOOTER_PLACE)
+        except DecryptionError as error:
+            is_plaintext = envelope.mode is FooterMode.PLAINTEXT_FOOTER
+            book.broken("signature-valid" if is_plaintext else "footer-authentic", str(error), FOOTER_PLACE)
+            return ()
+        except ParquetFormatError:
+            return ()  # It has no file unique, which has a rule of its own.
+        # What the file itself stores is still what its modules are checked with.
+        prefixes = expected.candidates if is_supplied and expected is not None else (envelope.aad_prefix or b"",)
+        return tuple(prefix + (file_unique or b"") for prefix in prefixes)
 
-    def _decrypt(self, cipher: ModuleCipher, key: bytes) -> bytes | None:
-        envelope, book = self._envelope, self._book
-        body = memoryview(envelope.body)
+    def _verified(
+        self, envelope: FooterEnvelope, ciphers: Sequence[ModuleCipher], key: bytes
+    ) -> ModuleCipher | None:
+        """Return the cipher that signed a plaintext footer; None where none did."""
+        signature = envelope.signature
+        if len(signature) != SIGNATURE_LENGTH:
+            return None
+        end = envelope.footer_offset + len(envelope.body)
+        self.nonces.add(key, nonce_entry(signature[:NONCE_LENGTH], end, signature[-4:]))
+        found = next(filter(envelope.is_sealed_by, ciphers), None)
+        self.book.modules["broken" if found is None else "authentic"] += 1
+        self.book.check("signature-valid", found is not None, "the signature is wrong.", FOOTER_PLACE)
+        return found
+
+    def _decrypted(
+        self, envelope: FooterEnvelope, ciphers: Sequence[ModuleCipher], key: bytes
+    ) -> tuple[ModuleCipher, bytes] | None:
+        body, book = envelope.body, self.book
         offset = envelope.footer_offset + envelope.footer_length - len(body)
         stored = struct.unpack_from("<I", body)[0] if len(body) >= LENGTH_LENGTH else 0
         message = f"its length field says {stored} bytes, and {len(body) - LENGTH_LENGTH} follow."
@@ -223,169 +974,142 @@ class FooterOpener:
             body = body[: stored + LENGTH_LENGTH]
         if len(body) < GCM_FRAMING or stored != len(body) - LENGTH_LENGTH:
             return None
-        self._nonces.add(key, nonce_entry(body[4:16], offset, body[-4:]))
-        out = bytearray(len(body) - GCM_FRAMING)
-        try:
-            cipher.gcm.decrypt_into(body[4:16], body[16:], cipher.file_aad + bytes([ModuleType.FOOTER]), out)
-        except InvalidTag:
-            book.broken("footer-authentic", "the footer does not authenticate.", FOOTER_PLACE, offset)
-            return None
-        behind = self._module_behind()
-        if behind is not None:
-            message = f"it may be a {behind.title}: prefix and file unique end as the AAD of one does."
-            book.broken("footer-authentic", message, FOOTER_PLACE, offset)
-            return None
-        book.holds("footer-authentic")
-        if envelope.supply_aad_prefix:
-            book.holds("prefix-expected")
-        return bytes(out)
+        self.nonces.add(key, nonce_entry(body[4:16], offset, body[-4:]))
+        for cipher in ciphers:
+            try:
+                plaintext = cipher.decrypt(body, FOOTER_PLACE)
+            except DecryptionError:
+                continue
+            book.authentic(ModuleType.FOOTER)
+            return cipher, plaintext
+        book.not_authentic(FOOTER_PLACE, offset, message="the footer does not authenticate.")
+        return None
 
-    def _module_behind(self) -> ModuleType | None:
-        expected, file_unique = self._expectation.aad_prefix, self._envelope.aad_file_unique or b""
-        # Of a prefix that is expected nothing but its end is unknown; `file-unique-length` is about that.
-        return module_behind(b"" if expected is not None else self._envelope.aad_prefix or b"", file_unique)
-
-    def _parsed(self, plaintext: bytes) -> FileMetaData | None:
+    def _parsed(self, envelope: FooterEnvelope, plaintext: bytes) -> FileMetaData | None:
         try:
             metadata, end = FileMetaData.read_whole(plaintext)
             check_required(metadata)
-            check_padding(plaintext, end, FOOTER_PLACE, self._book)
         except ParquetFormatError as error:
-            self._book.broken("footer-thrift", str(error), FOOTER_PLACE, self._envelope.footer_offset)
+            self.book.broken("footer-thrift", str(error), FOOTER_PLACE, envelope.footer_offset)
             return None
+        left = len(plaintext) - end
+        self.book.check("padding", left == 0, f"{left} bytes follow it.", FOOTER_PLACE)
         return metadata
 
+    # --- Column chunks ---
 
-def _text(prefix: bytes | None) -> str:
-    return "none" if prefix is None else f"'{escaped_bytes(prefix[:200])}'"
-
-
-# --- Metadata of column chunks ---
-
-
-_MOST_LEFT_BYTES = 64 * 1024
-
-_ENCODINGS_FIELD_ID = 2
-"""Of `encodings` in ColumnMetaData, which is required and of no use here."""
-
-_REQUIRED = {
-    ColumnMetaData.type.field_id: WireType.I32,
-    _ENCODINGS_FIELD_ID: WireType.LIST,
-    ColumnMetaData.path_in_schema.field_id: WireType.LIST,
-    ColumnMetaData.codec.field_id: WireType.I32,
-    ColumnMetaData.num_values.field_id: WireType.I64,
-    ColumnMetaData.total_uncompressed_size.field_id: WireType.I64,
-    ColumnMetaData.total_compressed_size.field_id: WireType.I64,
-    ColumnMetaData.data_page_offset.field_id: WireType.I64,
-}
-"""Ids of the required fields, and their types."""
-
-
-_AUTHENTIC = (ModuleType.COLUMN_META_DATA, "authentic")
-_BROKEN = (ModuleType.COLUMN_META_DATA, "broken")
-
-
-class MetadataReader:
-    """Reads the metadata of chunks, and checks the rules about it."""
-
-    def __init__(
-        self, envelope: Envelope, footer: OpenFooter, book: RuleBook, keeps: Collection[str] = ()
-    ) -> None:
-        """Make one that keeps, in `kept`, the readable metadata of columns with the dotted paths in `keeps`."""
-        self.kept: defaultdict[str, list[ColumnMetaData]] = defaultdict(list)
-        self._keeps = keeps
-        self._envelope = envelope
-        self._footer = footer
-        self._book = book
-        self._modules = 0
-        self._right_paths: dict[int, bytes] = {}
-        self._first_offset = envelope.footer_offset + envelope.footer_length
-
-    def read(self, chunk: Chunk) -> ChunkNumbers | None:
-        """Return what the metadata of a chunk says, its own where it can be decrypted, else what is visible."""
-        row_group_ordinal, ciphers = chunk.row_group_ordinal, chunk.ciphers
-        column = ciphers.column
-        unusable = self._footer.unusable
-        if unusable and (row_group_ordinal, column.ordinal) in unusable:
-            self._book.scope_not_checked(Scope.COLUMN, f"{column.name!r}: a chunk cannot be checked")
-            return None
-        stored = self._footer.chunks[row_group_ordinal][column.ordinal]
-        hidden, visible = stored.hidden, stored.visible
-        found: ColumnMetaData | None = visible
-        numbers: ChunkNumbers | None = None
-        try:
-            if visible is not None:
-                numbers = self._check_metadata(visible, column)
-            # Beside metadata in the place where it belongs, a second copy is a breach of its own.
-            is_in_place = (
-                self._envelope.mode is FooterMode.ENCRYPTED_FOOTER
-                and column.encryption is ColumnEncryption.FOOTER_KEY
-                and visible is not None
+    def _check_chunks(self, envelope: FooterEnvelope, footer: OpenFooter, opened: OpenedFooter | None) -> None:
+        book, footer_offset = self.book, envelope.footer_offset
+        self.windows = {
+            kind: HeaderWindow(self.source, 0, footer_offset, step=step)
+            for kind, step in (
+                (RegionKind.PAGES, None if self.depth is Depth.HEADERS else _STEP),
+                (RegionKind.COLUMN_INDEX, None),
+                (RegionKind.OFFSET_INDEX, None),
             )
-            if hidden is not None and ciphers.cipher is not None and not is_in_place:
-                found = self._decrypted(chunk, hidden)
-                numbers = None if found is None else self._check_metadata(found, column)
-        except ParquetFormatError as error:
-            place = chunk_place(row_group_ordinal, column.ordinal)
-            self._book.broken("metadata-path", str(error), place)
-            numbers = None
-        if numbers is None:
-            self._book.scope_not_checked(Scope.COLUMN, f"{column.name!r}: the metadata of a chunk cannot be read")
-            return None
-        ciphers.held.add("metadata-path")
-        if column.name in self._keeps and found is not None and (hidden is None or found is not visible):
-            self.kept[column.name].append(found)
-        if visible is None or found is None or found is visible:
-            return numbers
-        if self._envelope.mode is FooterMode.PLAINTEXT_FOOTER:
-            self._check_agreement(visible, found, chunk)
-        return numbers
+        }
+        ciphers = {} if opened is None else self._ciphers(footer, opened)
+        for row_group_ordinal in range(len(footer.row_groups)):
+            for column in footer.columns:
+                cipher, key = ciphers.get(column.ordinal, (None, b""))
+                chunk = ChunkVerifier(self, envelope, column, row_group_ordinal, cipher, key)
+                self.chunks.append(chunk)
+                self._read_metadata(chunk, footer)
+        unusable = check_layout(self._regions, footer_offset, book)
+        if opened is not None:
+            numbers = {chunk.key: chunk.numbers for chunk in self.chunks if chunk.numbers is not None}
+            check_row_groups(footer, numbers, self._regions, book)
+        by_key = {chunk.key: chunk for chunk in self.chunks}
+        for region in self._regions:
+            chunk = by_key[region.chunk_key]
+            if region not in unusable:
+                chunk.regions[region.kind] = region
+            elif region.kind is not RegionKind.PAGES:
+                chunk.is_index_damaged = True
+        if self.depth is not Depth.FOOTER:
+            self._walk(footer, footer_offset)
+        if self.depth is Depth.ALL:
+            self._check_gaps(footer, footer_offset, is_complete=not unusable)
 
-    def _decrypted(self, chunk: Chunk, module: bytes) -> ColumnMetaData | None:
-        ciphers = chunk.ciphers
-        # It lies somewhere in the footer; a number after its end tells it apart from all others.
-        self._modules += 1
-        if len(module) >= GCM_FRAMING:
-            offset = self._first_offset + self._modules
-            ciphers.nonces.add(ciphers.fingerprint, nonce_entry(module[4:16], offset, module[-4:]))
-        plaintext = chunk.plaintext(ModuleType.COLUMN_META_DATA, module, None, self._book)
-        ciphers.counts[_BROKEN if plaintext is None else _AUTHENTIC] += 1
-        if plaintext is None:
-            return None
-        metadata, end = ColumnMetaData.read(plaintext)
-        check_padding(plaintext, end, chunk.place(ModuleType.COLUMN_META_DATA), self._book)
-        return metadata
-
-    def _check_metadata(self, metadata: ColumnMetaData, column: Column) -> ChunkNumbers:
-        """Raise `ParquetFormatError` if a required field is missing, or the metadata is another column's."""
-        if not metadata.struct.has_types(_REQUIRED):
-            _refuse_incomplete(metadata)
-        numbers = ChunkNumbers.of(metadata)
-        if numbers.type != column.type:
-            raise ParquetFormatError(f"its type is {metadata.type}, and its column has type {column.type}.")
-        # Byte for byte the same in every row group, as a rule.
-        path = metadata.bytes_of(ColumnMetaData.path_in_schema)
-        if path is None or path != self._right_paths.get(column.ordinal):
-            if tuple(metadata.path_in_schema) != column.path:
-                raise ParquetFormatError(f"the metadata names column {'.'.join(metadata.path_in_schema)!r}.")
-            assert path is not None
-            self._right_paths[column.ordinal] = path
-        return numbers
-
-    def _check_agreement(self, visible: ColumnMetaData, found: ColumnMetaData, chunk: Chunk) -> None:
-        written, full_bytes = visible.struct.as_bytes(), found.struct.as_bytes()
-        if written is not None and full_bytes is not None and full_bytes.startswith(written[:-1]):
-            # The same fields, and then perhaps others: so most writers leave out what must not be shown.
-            chunk.ciphers.held.add("metadata-agrees")
+    def _read_metadata(self, chunk: ChunkVerifier, footer: OpenFooter) -> None:
+        book, name = self.book, chunk.column.name
+        stored = footer.chunks[chunk.row_group_ordinal][chunk.column.ordinal]
+        if chunk.key in footer.unusable:
+            book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk cannot be checked")
             return
-        full = found.struct.fields
-        shown, _ = shown_metadata(visible)  # What is not to be shown is a breach of its own.
-        differing = sorted(
-            field_id for field_id, value in shown.struct.fields.items() if full.get(field_id) != value
+        metadata = chunk.read_metadata(stored)
+        if metadata is None:
+            book.scope_not_checked(Scope.COLUMN, f"{name!r}: the metadata of a chunk cannot be read")
+            return
+        table = self._expectation.table
+        if table is not None and name in table.settings.value_columns and chunk.has_full_metadata:
+            self._kept[name].append(metadata)
+        try:
+            self._regions += regions_of(stored, metadata, *chunk.key, chunk.numbers and chunk.numbers.places)
+        except ParquetFormatError as error:
+            book.broken("layout-range", str(error), chunk.place(ModuleType.COLUMN_META_DATA))
+
+    def _walk(self, footer: OpenFooter, footer_offset: int) -> None:
+        starts = sorted({region.offset for region in self._regions if region.length != 0} | {footer_offset})
+        readable = [chunk for chunk in self.chunks if chunk.is_readable and chunk.numbers is not None]
+        num_rows = [row_group.num_rows for row_group in footer.row_groups]
+        # In the order of the file: what is read at once is read once.
+        for chunk in sorted(readable, key=lambda chunk: chunk.start):
+            bloom_filter = chunk.regions.get(RegionKind.BLOOM_FILTER)
+            limit = footer_offset if bloom_filter is None else starts[bisect_right(starts, bloom_filter.offset)]
+            chunk.verify(num_rows[chunk.row_group_ordinal], limit)
+        if not all(chunk.is_whole for chunk in readable):
+            self.book.scope_not_checked(Scope.COLUMN, "the pages of a chunk could not all be walked")
+
+    def _check_gaps(self, footer: OpenFooter, footer_offset: int, *, is_complete: bool) -> None:
+        lengths = {chunk.key: chunk.bloom_filter_length for chunk in self.chunks}
+        found = [(r.offset, lengths[r.chunk_key] if r.length is None else r.length) for r in self._regions]
+        ranges = [(offset, length) for offset, length in found if length is not None]
+        is_complete = is_complete and len(ranges) == len(found)
+        if is_complete and all(chunk.numbers is not None for chunk in self.chunks):
+            gaps = check_gaps(ranges, footer_offset, self.book)
+            check_left_metadata(self.source, gaps, footer.columns, self.book)
+        else:
+            for rule_id in ("layout-gap", "metadata-leaked"):
+                self.book.not_checked(rule_id, "not all parts of the file are known")
+
+    def _ciphers(self, footer: OpenFooter, opened: OpenedFooter) -> dict[int, tuple[ModuleCipher, bytes]]:
+        """Return cipher and fingerprint of the DEK of columns, by ordinal, as far as their keys are available."""
+        found: dict[int, tuple[ModuleCipher, bytes]] = {}
+        own = [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
+        known: list[tuple[Column, bytes]] = []
+        for column in footer.columns:
+            if column.encryption is ColumnEncryption.FOOTER_KEY:
+                if opened.cipher is not None:
+                    found[column.ordinal] = (opened.cipher, opened.fingerprint)
+                else:
+                    self._denied(column, self.keys.denied.get(FOOTER, "no AAD can be built"))
+        deks = self.keys.column_deks([(column.path, column.key_metadata) for column in own])
+        for column, dek in zip(own, deks, strict=True):
+            if dek is None:
+                self._denied(column, self.keys.denied[column.path])
+                continue
+            known.append((column, fingerprint(dek)))
+            if opened.file_aad is None:
+                self._denied(column, "no AAD can be built")
+            else:
+                found[column.ordinal] = (ModuleCipher(dek, opened.file_aad), known[-1][1])
+        check_deks(opened.fingerprint or None, known, self.keys, self.book)
+        return found
+
+    def _denied(self, column: Column, reason: str) -> None:
+        self.keys.denied.setdefault(column.path, reason)
+        self.book.scope_not_checked(Scope.COLUMN, f"column {column.name!r}: {reason}")
+
+    def _damage(self, footer: OpenFooter) -> Damage:
+        losses = tuple(loss for chunk in self.chunks if (loss := chunk.loss) is not None)
+        row_groups = {loss.row_group_ordinal for loss in losses}
+        return Damage(
+            losses=losses,
+            row_groups=len(footer.row_groups),
+            readable_row_groups=tuple(o for o in range(len(footer.row_groups)) if o not in row_groups),
+            damaged_indexes=tuple(chunk.key for chunk in self.chunks if chunk.is_index_damaged),
         )
-        message = f"the fields {differing} differ."
-        place = chunk_place(chunk.row_group_ordinal, chunk.ciphers.column.ordinal)
-        self._book.check("metadata-agrees", not differing, message, place)
 
 
 def check_left_metadata(
@@ -416,514 +1140,3 @@ def _left_metadata(data: bytes) -> Iterator[tuple[int, tuple[str, ...]]]:
             return
         yield at, path
         at = end
-
-
-def _refuse_incomplete(metadata: ColumnMetaData) -> None:
-    """Raise `ParquetFormatError` if a required field is missing or has another type; it says which."""
-    _ = metadata.type, metadata.codec, metadata.num_values, metadata.total_uncompressed_size
-    _ = metadata.total_compressed_size, metadata.data_page_offset
-    if metadata.struct.entry(_ENCODINGS_FIELD_ID) is None:
-        raise ParquetFormatError("ColumnMetaData.encodings: is missing")
-
-
-# --- A file ---
-
-_FILE_IS_LOST = Damage(file_is_lost=True)
-
-
-@dataclass(frozen=True)
-class FileEnd:
-    """What tells one state of a file from another.
-
-    Attributes:
-        size_bytes: Length of the file.
-        footer_sha256: SHA-256, in hexadecimal, of the bytes from the footer's start to the end of the file.
-    """
-
-    size_bytes: int
-    footer_sha256: str
-
-    @classmethod
-    def of(cls, footer_offset: int, tail: bytes) -> FileEnd:
-        """Return the end of a file from its footer's offset and the bytes from there on."""
-        return cls(footer_offset + len(tail), hashlib.sha256(tail).hexdigest())
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """What a data set is checked by.
-
-    Attributes:
-        aad_prefix: The text of the prefix, stored or supplied, without NUL at its end.
-        column_paths: Leaf paths; None where they are not known.
-        mode: How the footer is protected; None where that cannot be told.
-        nonces: The nonces of all modules that were found, or of the part that was asked for.
-        unknown: Why not all of its DEKs and nonces are known; None where they are.
-        uses_material_file: Whether it refers to the key material file beside it, which is key material.
-        end: Size and footer; None where no footer was found.
-    """
-
-    aad_prefix: bytes | None = None
-    file_unique: bytes | None = None
-    dek_fingerprints: frozenset[bytes] = frozenset()
-    column_paths: tuple[tuple[str, ...], ...] | None = None
-    mode: FooterMode | None = None
-    nonces: FileNonces | None = None
-    unknown: str | None = None
-    uses_material_file: bool = False
-    end: FileEnd | None = None
-
-    @property
-    def is_encrypted(self) -> bool:
-        """Whether the file is."""
-        return self.mode not in (None, FooterMode.UNENCRYPTED)
-
-
-def verify_source(
-    source: ByteSource,
-    finder: MaterialFinder | None,
-    expectation: Expectation | None = None,
-    *,
-    threads: int = 2,
-    nonce_part: NoncePart | None = None,
-) -> tuple[FileReport, FileFacts]:
-    """Verify a file against all rules of a file.
-
-    Args:
-        source: The file.
-        finder: Where its keys come from; None verifies what needs no key.
-        expectation: What is expected of it beyond the specification.
-        threads: How many threads work.
-        nonce_part: Only collects these nonces, and authenticates no page; None verifies the file.
-
-    Raises:
-        OSError: The file cannot be read. Whatever is wrong with its bytes is in the report.
-    """
-    expectation = expectation or Expectation()
-    report, facts = _FileVerifier(source, finder, expectation, threads, nonce_part).run()
-    return report, facts
-
-
-class _FileVerifier:
-    def __init__(
-        self,
-        source: ByteSource,
-        finder: MaterialFinder | None,
-        expectation: Expectation,
-        threads: int,
-        nonce_part: NoncePart | None,
-    ) -> None:
-        self._source = source
-        self._expectation = expectation
-        self._threads = threads
-        self._only_nonces = nonce_part is not None
-        self._book = RuleBook(FILE_SCOPES)
-        self._keys = FileKeys(finder, self._book)
-        self._nonces = FileNonces(nonce_part)
-        self._footer_counts: Counter[str] = Counter()
-        self._ciphers: dict[int, ColumnCiphers] = {}
-        self._metadata: dict[ChunkKey, ChunkNumbers] = {}
-        self._walkable: dict[ChunkKey, Chunk] = {}
-        self._regions: list[Region] = []
-        self._unusable: frozenset[Region] = frozenset()
-        self._losses: list[Loss] = []
-        self._damaged_indexes: list[ChunkKey] = []
-        self._facts = FileFacts()
-
-    # --- From the end of the file to its beginning ---------------------------------------------------------
-
-    def run(self) -> tuple[FileReport, FileFacts]:
-        envelope = check_envelope(self._source, self._book)
-        damage: Damage | None = _FILE_IS_LOST
-        if envelope is None:
-            self._nothing_behind("what is visible of the footer cannot be read")
-        elif envelope.mode is FooterMode.UNENCRYPTED:
-            damage = self._unencrypted(envelope)
-        else:
-            expected = self._expectation.aad_prefix
-            prefix = envelope.aad_prefix or (None if expected is None else expected.candidates[0])
-            self._facts = FileFacts(
-                None if prefix is None else without_delimiter(prefix), envelope.aad_file_unique, mode=envelope.mode
-            )
-            damage = self._encrypted(envelope)
-        has_all_keys = self._keys.finder is not None and not self._keys.denied
-        for ciphers in self._ciphers.values():
-            ciphers.note_held(self._book)
-        if not self._only_nonces:
-            self._check_nonces()
-        table = self._expectation.table
-        report = FileReport(
-            self._source.path,
-            self._keys.finder is not None,
-            self._book.results(),
-            self._tallies(),
-            damage if has_all_keys else None,
-            self._keys.denied_by_title(),
-            frozenset() if self._expectation.aad_prefix is None else frozenset({"prefix-expected"}),
-            None if table is None else table.table_name,
-            accepted=frozenset({"no-prefix"} if table is not None and table.settings.aad_prefix is None else ()),
-        )
-        facts = replace(
-            self._facts,
-            dek_fingerprints=frozenset(self._keys.fingerprints),
-            nonces=self._nonces,
-            unknown=next(iter(report.result("nonce-reuse").reasons), None),
-            uses_material_file=self._keys.uses_material_file,
-            end=None if envelope is None else FileEnd.of(envelope.footer_offset, envelope.tail),
-        )
-        return report, facts
-
-    def _check_nonces(self) -> None:
-        """Check the rules about nonces; where they do not fit into memory, the file is read once for each part.
-
-        What the first reading found stays found, whatever becomes of the file meanwhile.
-        """
-        self._nonces.check(self._book)
-        parts = self._nonces.part.parts
-        for part in range(1, parts):
-            wanted = NoncePart(part, parts)
-            again = _FileVerifier(self._source, self._keys.finder, self._expectation, self._threads, wanted)
-            try:
-                again.run()
-            except (OSError, ParquetFormatError):
-                self._book.not_checked("nonce-reuse", f"the file {NOT_READ_AGAIN}")
-                continue
-            if again._nonces.invocations != self._nonces.invocations:
-                self._book.not_checked("nonce-reuse", f"the file {NOT_READ_AGAIN}")
-            again._nonces.check_repeated(self._book)
-
-    def _tallies(self) -> tuple[ModuleTally, ...]:
-        counts: defaultdict[tuple[ModuleType, str | None], Counter[str]] = defaultdict(Counter)
-        if self._footer_counts:
-            counts[ModuleType.FOOTER, None] = self._footer_counts
-        for ciphers in self._ciphers.values():
-            for (module_type, outcome), number in ciphers.counts.items():
-                counts[module_type, ciphers.column.name][outcome] += number
-        return tuple(
-            ModuleTally(*key, *(counts[key][name] for name in ("authentic", "broken", "unauthenticated")))
-            for key in sorted(counts, key=lambda key: (key[0], key[1] or ""))
-        )
-
-    def _unencrypted(self, envelope: Envelope) -> Damage | None:
-        self._facts = replace(self._facts, mode=envelope.mode)
-        footer = self._footer(envelope, plaintext_metadata(envelope, self._book))
-        if self._expectation.accept_plaintext and not self._book.is_broken("algorithm-stated"):
-            return None
-        if not self._expectation.allow_plaintext and not self._book.is_broken("algorithm-stated"):
-            self._book.broken("encrypted", "the file is a plaintext Parquet file.")
-        if footer is None:
-            return _FILE_IS_LOST
-        if not self._expectation.allow_plaintext:
-            return None
-        # Readers may take plaintext files, and what is expected of this one is still not there.
-        if self._expectation.aad_prefix is not None:
-            self._book.broken("prefix-expected", "the file is in plaintext, and has none.")
-        self._columns(envelope, footer, None)
-        check_table_of_footer(self._expectation, envelope, self._keys, self._book)
-        check_table_of_columns(self._expectation, envelope, footer, self._keys, self._book)
-        return self._damage(len(footer.row_groups))
-
-    def _encrypted(self, envelope: Envelope) -> Damage | None:
-        check_table_of_footer(self._expectation, envelope, self._keys, self._book)
-        opened = FooterOpener(envelope, self._expectation, self._keys, self._nonces).open()
-        if opened is None:
-            self._nothing_behind("the footer cannot be read")
-            is_prefix_missing = envelope.supply_aad_prefix and self._expectation.aad_prefix is None
-            return None if is_prefix_missing and envelope.aad_prefix is None else _FILE_IS_LOST
-        if opened.cipher is not None:
-            outcome = "authentic" if opened.is_authentic else "broken"
-            self._footer_counts[outcome] += 1
-        footer = self._footer(envelope, opened.metadata)
-        if footer is None:
-            return _FILE_IS_LOST
-        self._columns(envelope, footer, opened)
-        check_table_of_columns(self._expectation, envelope, footer, self._keys, self._book, self._kept)
-        # What a footer says that is not authentic is of no use to readers.
-        return self._damage(len(footer.row_groups)) if opened.is_authentic else _FILE_IS_LOST
-
-    def _footer(self, envelope: Envelope, metadata: FileMetaData | None) -> OpenFooter | None:
-        expected = self._expectation
-        footer = None
-        if metadata is not None:
-            footer = check_footer(envelope, metadata, expected.path, self._book, expected.table)
-        if footer is None:
-            self._nothing_behind("the footer cannot be read")
-        else:
-            self._facts = replace(self._facts, column_paths=tuple(column.path for column in footer.columns))
-        return footer
-
-    def _nothing_behind(self, reason: str) -> None:
-        for scope in (Scope.FOOTER, Scope.COLUMN):
-            self._book.scope_not_checked(scope, reason)
-        if self._expectation.table is not None or self._expectation.without_table:
-            self._book.scope_not_checked(Scope.CONFIGURATION, reason)
-
-    # --- Columns -------------------------------------------------------------------------------------------
-
-    def _columns(self, envelope: Envelope, footer: OpenFooter, opened: OpenedEnvelope | None) -> None:
-        self._ciphers = self._column_ciphers(envelope, footer, opened)
-        table = self._expectation.table
-        reader = MetadataReader(
-            envelope, footer, self._book, keeps=() if table is None else table.settings.value_columns
-        )
-        for row_group_ordinal, chunks in enumerate(footer.chunks):
-            for ordinal, ciphers in self._ciphers.items():
-                chunk = Chunk(ciphers, row_group_ordinal)
-                is_plaintext = ciphers.column.encryption is ColumnEncryption.PLAINTEXT
-                is_readable = is_plaintext or ciphers.cipher is not None
-                numbers = reader.read(chunk)
-                key = (row_group_ordinal, ordinal)
-                if numbers is None:
-                    if is_readable:
-                        self._lose_chunk(chunk)
-                    continue
-                self._metadata[key] = numbers
-                if is_readable:
-                    self._walkable[key] = chunk
-                self._regions += chunk_regions(chunks[ordinal], numbers, *key, self._book)
-        self._kept = reader.kept
-        self._unusable = check_layout(self._regions, envelope.footer_offset, self._book)
-        if envelope.mode is not FooterMode.UNENCRYPTED:
-            check_row_groups(footer, self._metadata, self._regions, self._book)
-        lengths = self._verify_chunks(footer, envelope.footer_offset)
-        is_complete = len(self._metadata) == len(footer.row_groups) * len(footer.columns)
-        if is_complete and not self._unusable and None not in lengths.values():
-            ranges = [(region.offset, lengths.get(region, region.length) or 0) for region in self._regions]
-            gaps = check_gaps(ranges, envelope.footer_offset, self._book)
-            check_left_metadata(self._source, gaps, footer.columns, self._book)
-        else:
-            for rule_id in ("layout-gap", "metadata-leaked"):
-                self._book.not_checked(rule_id, "not all parts of the file are known")
-
-    def _column_ciphers(
-        self, envelope: Envelope, footer: OpenFooter, opened: OpenedEnvelope | None
-    ) -> dict[int, ColumnCiphers]:
-        """Return how columns are decrypted, by ordinal, as far as their keys are available."""
-        ciphers = {column.ordinal: ColumnCiphers(column) for column in footer.columns}
-        if opened is None:
-            return ciphers
-        own: list[tuple[Column, bytes]] = []
-        for column, cipher, key in column_ciphers(footer, opened, self._keys):
-            if column.encryption is ColumnEncryption.COLUMN_KEY and key:
-                own.append((column, key))
-            if cipher is not None:
-                ciphers[column.ordinal] = ColumnCiphers(column, cipher, key, envelope.algorithm, self._nonces)
-            elif key:
-                self._denied(column, "no AAD can be built")
-            elif column.encryption is ColumnEncryption.COLUMN_KEY:
-                self._denied(column, self._keys.denied[column.path])
-            else:
-                self._denied(column, self._keys.denied.get(FOOTER, "no keys are given"))
-        check_deks(opened.fingerprint or None, own, self._keys, self._book)
-        return ciphers
-
-    def _denied(self, column: Column, reason: str) -> None:
-        self._keys.denied.setdefault(column.path, reason)
-        self._book.scope_not_checked(Scope.COLUMN, f"column {column.name!r}: {reason}")
-
-    # --- Modules -------------------------------------------------------------------------------------------
-
-    def _verify_chunks(self, footer: OpenFooter, footer_offset: int) -> dict[Region, int | None]:
-        """Verify the chunks whose keys are available.
-
-        Returns the lengths of Bloom filters whose length is not stated; None where a length is not known.
-        """
-        lengths: dict[Region, int | None] = {}
-        pages: dict[ChunkKey, Region] = {}
-        others: defaultdict[ChunkKey, list[tuple[Region, int]]] = defaultdict(list)
-        for region, limit in self._with_limits(footer_offset):
-            key = region.chunk_key
-            if key in self._walkable and (not self._unusable or region not in self._unusable):
-                if region.kind is RegionKind.PAGES:
-                    pages[key] = region
-                else:
-                    others[key].append((region, limit))
-                continue
-            if region.length is None:
-                lengths[region] = None
-            if key not in self._walkable:
-                continue
-            if region.kind is RegionKind.PAGES:
-                name = self._walkable[key].ciphers.column.name
-                self._book.scope_not_checked(Scope.COLUMN, f"{name!r}: a chunk is not where it can be read")
-            else:
-                self._damaged_indexes.append(key)
-        verifiers: list[ChunkVerifier] = []
-        windows = index_windows(self._source)
-        for key, chunk in self._walkable.items():
-            indexes = None
-            if key in others:
-                indexes = IndexVerifier(self._source, windows, chunk, self._book, others[key])
-            num_rows = footer.row_groups[key[0]].num_rows
-            verifiers.append(
-                ChunkVerifier(chunk, self._metadata[key], num_rows, pages.get(key), indexes, self._book)
-            )
-        verify_chunks(self._source, verifiers, self._threads, only_walk=self._only_nonces)
-        for key, verifier in zip(self._walkable, verifiers, strict=True):
-            loss = verifier.finish()
-            if loss is not None:
-                self._losses.append(loss)
-            if verifier.indexes is not None:
-                lengths.update(verifier.indexes.lengths)
-                if verifier.indexes.is_damaged:
-                    self._damaged_indexes.append(key)
-        if any(verifier.region is not None and not verifier.is_whole for verifier in verifiers):
-            self._book.scope_not_checked(Scope.COLUMN, "the pages of a chunk could not all be walked")
-        return lengths
-
-    def _with_limits(self, footer_offset: int) -> Iterator[tuple[Region, int]]:
-        """Yield all regions, each with the place up to which it may be read: see `IndexVerifier.regions`."""
-        starts = sorted({region.offset for region in self._regions if region.length != 0} | {footer_offset})
-        limits: dict[Region, int] = {}
-        for kind in (RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX):
-            # What must not be looked into may lie outside of the file.
-            found = [region for region in self._regions if region.kind is kind and region not in self._unusable]
-            ends = ends_of_runs([(region.offset, region.offset + (region.length or 0)) for region in found])
-            limits.update(zip(found, ends, strict=True))
-        for region in self._regions:
-            limit = footer_offset
-            if region.kind is not RegionKind.PAGES and region not in self._unusable:
-                limit = limits.get(region) or starts[bisect_right(starts, region.offset)]
-            yield region, limit
-
-    # --- What it comes to ----------------------------------------------------------------------------------
-
-    def _lose_chunk(self, chunk: Chunk) -> None:
-        column = chunk.ciphers.column
-        self._losses.append(Loss(chunk.row_group_ordinal, column.ordinal, column.name, None))
-
-    def _damage(self, row_groups: int) -> Damage:
-        lost = {loss.row_group_ordinal for loss in self._losses}
-        return Damage(
-            losses=tuple(sorted(self._losses, key=lambda loss: (loss.row_group_ordinal, loss.column_ordinal))),
-            row_groups=row_groups,
-            readable_row_groups=tuple(ordinal for ordinal in range(row_groups) if ordinal not in lost),
-            damaged_indexes=tuple(dict.fromkeys(self._damaged_indexes)),
-        )
-
-
-def column_ciphers(
-    footer: OpenFooter, opened: OpenedEnvelope, keys: FileKeys
-) -> Iterator[tuple[Column, ModuleCipher | None, bytes]]:
-    """Yield each encrypted column, its cipher, and the fingerprint of its DEK, which is empty without the DEK."""
-    own = [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
-    for column in footer.columns:
-        if column.encryption is ColumnEncryption.FOOTER_KEY:
-            yield column, opened.cipher, opened.fingerprint if opened.cipher is not None else b""
-    deks = keys.column_deks([(column.path, column.key_metadata) for column in own])
-    for column, dek in zip(own, deks, strict=True):
-        if dek is None:
-            yield column, None, b""
-        else:
-            yield column, None if opened.file_aad is None else ModuleCipher(dek, opened.file_aad), fingerprint(dek)
-
-
-# --- For an inspection ---
-
-
-FoundModule = tuple[ModuleType, int, int, int | None]
-"""Type, offset, length with framing, and page ordinal of a module."""
-
-
-class ModuleFinder:
-    """The part of an inspection that needs keys.
-
-    Attributes:
-        denied: Path of a column, empty for the footer -> why its key is unavailable.
-    """
-
-    def __init__(
-        self,
-        source: ByteSource,
-        envelope: Envelope,
-        finder: MaterialFinder,
-        aad_prefix: ExpectedAadPrefix | None,
-        book: RuleBook,
-    ) -> None:
-        self._source = source
-        self._envelope = envelope
-        self._book = book
-        self._keys = FileKeys(finder, book)
-        self._expectation = Expectation(aad_prefix)
-        self._opened: OpenedEnvelope | None = None
-        self._ciphers: dict[int, ColumnCiphers] = {}
-        self._window = HeaderWindow(source, 0, envelope.footer_offset)
-        self.denied = self._keys.denied
-
-    def open(self) -> OpenedEnvelope | None:
-        """Open the footer of an encrypted file; None where it cannot be read."""
-        opener = FooterOpener(self._envelope, self._expectation, self._keys, FileNonces())
-        self._opened = opener.open()
-        return self._opened
-
-    def find_keys(self, footer: OpenFooter) -> None:
-        """Ask for the keys of all columns."""
-        opened = self._opened
-        plaintext = [column for column in footer.columns if column.encryption is ColumnEncryption.PLAINTEXT]
-        self._ciphers = {column.ordinal: ColumnCiphers(column) for column in plaintext}
-        if opened is None or opened.file_aad is None:
-            return
-        for column, cipher, _ in column_ciphers(footer, opened, self._keys):
-            if cipher is not None:
-                self._ciphers[column.ordinal] = ColumnCiphers(column, cipher, b"", self._envelope.algorithm)
-
-    def chunk_metadata(self, row_group_ordinal: int, column: Column, hidden: bytes) -> ColumnMetaData | None:
-        """Return the metadata of a chunk from its module; None without its key, or where it is not authentic."""
-        chunk = self._chunk(row_group_ordinal, column)
-        if chunk is None or chunk.ciphers.cipher is None:
-            return None
-        plaintext = chunk.plaintext(ModuleType.COLUMN_META_DATA, hidden, None, self._book)
-        try:
-            return None if plaintext is None else ColumnMetaData.read(plaintext)[0]
-        except ParquetFormatError as error:
-            self._book.broken("metadata-path", str(error), chunk_place(row_group_ordinal, column.ordinal))
-            return None
-
-    def pages(
-        self, row_group_ordinal: int, column: Column, dictionary_page_offset: int | None, region: Region
-    ) -> tuple[list[FoundModule], bool] | None:
-        """Return the pages of a chunk and their headers, and whether all were found; None without its key."""
-        chunk = self._chunk(row_group_ordinal, column)
-        if chunk is None:
-            return None
-        end = self._window.end = region.offset + (region.length or 0)
-        modules: list[FoundModule] = []
-        defects: list[PageDefect] = []
-        for ordinal, facts, header_offset, offset, _ in walk_pages(
-            self._window,
-            region.offset,
-            end,
-            chunk.reader,
-            expects_dictionary_page=bool(dictionary_page_offset),
-            path="",
-            on_defect=defects.append,
-        ):
-            page_ordinal = None if ordinal == NO_PAGE_ORDINAL else ordinal
-            for place, start, length in (
-                (chunk.page_place(ordinal, is_header=True), header_offset, offset - header_offset),
-                (chunk.page_place(ordinal), offset, facts.page_length),
-            ):
-                modules.append((place.module_type, start, length, page_ordinal))
-        for defect in defects:
-            note_defect(chunk, defect, self._book)
-        return modules, not defects
-
-    def bloom_filter(
-        self, row_group_ordinal: int, column: Column, region: Region, limit: int
-    ) -> list[FoundModule] | None:
-        """Return header and bitset of a Bloom filter; None without its key, or where the header is damaged."""
-        chunk = self._chunk(row_group_ordinal, column)
-        if chunk is None:
-            return None
-        lengths = IndexVerifier(self._source, {}, chunk, self._book).bloom_filter_lengths(region, limit)
-        if lengths is None:
-            return None
-        return [
-            (ModuleType.BLOOM_FILTER_HEADER, region.offset, lengths[0], None),
-            (ModuleType.BLOOM_FILTER_BITSET, region.offset + lengths[0], lengths[1], None),
-        ]
-
-    def _chunk(self, row_group_ordinal: int, column: Column) -> Chunk | None:
-        """Return how a chunk is decrypted; None without its key."""
-        ciphers = self._ciphers.get(column.ordinal)
-        return None if ciphers is None else Chunk(ciphers, row_group_ordinal)

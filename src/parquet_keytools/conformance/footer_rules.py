@@ -1,19 +1,25 @@
-"""What is visible of a file without any key, and the rules about that and about a footer that was opened.
+"""The rules about what is visible of a file without any key, about its footer, and about what lies where.
 
-That is the envelope, how columns are encrypted, and where their metadata is (spec 5.2, 5.4, 5.5).
+That is the envelope, how columns are encrypted, where their metadata is (spec 5.2, 5.4, 5.5), and that chunks
+lie in the file, do not overlap, and leave no gaps.
 """
 
 from __future__ import annotations
 
 import itertools
-import struct
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from parquet_keytools.conformance.chunk_layout import ChunkEntry, Column, OpenFooter, chunk_place
 from parquet_keytools.conformance.report import RuleBook
-from parquet_keytools.encryption.aad import FILE_UNIQUE_LENGTH_BYTES, FOOTER_PLACE, MAX_COUNT, ModulePlace
+from parquet_keytools.encryption.aad import (
+    FILE_UNIQUE_LENGTH_BYTES,
+    FOOTER_PLACE,
+    MAX_COUNT,
+    ModulePlace,
+    ModuleType,
+)
+from parquet_keytools.encryption.footer import SIGNATURE_LENGTH, FooterEnvelope
 from parquet_keytools.encryption.protection import (
     Algorithm,
     ColumnEncryption,
@@ -21,20 +27,21 @@ from parquet_keytools.encryption.protection import (
     FooterMode,
     UnknownAlgorithmError,
 )
-from parquet_keytools.errors import DraftFormatError, ParquetFormatError
+from parquet_keytools.errors import DraftFormatError, FileChangedError, ParquetFormatError
 from parquet_keytools.format.file_layout import (
     MAGIC,
     MAGIC_ENCRYPTED_FOOTER,
     MAGIC_LENGTH,
-    TAIL_LENGTH,
     TRAILER_LENGTH,
     ByteSource,
+    ChunkPlaces,
     FooterBytes,
     LeafColumn,
-    check_footer_length,
+    Region,
+    RegionKind,
     leaf_columns,
+    read_footer_bytes,
     unauthenticated_limit,
-    with_trailer,
 )
 from parquet_keytools.format.partial_footers import hidden_chunk_fields, shown_metadata, wrongly_shown
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
@@ -46,19 +53,16 @@ from parquet_keytools.format.structs import (
     RowGroup,
     SchemaElement,
 )
-from parquet_keytools.format.thrift import WireType
+from parquet_keytools.format.thrift import IntegerFields, WireType
 
 if TYPE_CHECKING:
     from parquet_keytools.files.table_check import TableCheck
-
-_STRUCT, _BINARY = WireType.STRUCT, WireType.BINARY
-_CRYPTO, _HIDDEN = ColumnChunk.crypto_metadata.field_id, ColumnChunk.encrypted_column_metadata.field_id
 
 _CRYPTO_FIELD_IDS = {1, 2}
 _AES_FIELD_IDS = {1, 2, 3}
 
 
-def check_envelope(source: ByteSource, book: RuleBook) -> Envelope | None:
+def check_envelope(source: ByteSource, book: RuleBook) -> FooterEnvelope | None:
     """Read what is visible, by two or three reads, and check the rules about it; None where that fails.
 
     Raises:
@@ -70,7 +74,7 @@ def check_envelope(source: ByteSource, book: RuleBook) -> Envelope | None:
     draft_rule = "draft-2018" if footer.is_encrypted else "draft-2019"
     offset = footer.offset
     try:
-        envelope = Envelope.of(footer, source.path)
+        envelope = FooterEnvelope.of(footer, source.path)
     except DraftFormatError as error:
         book.broken(draft_rule, str(error), offset=offset)
         return None
@@ -89,28 +93,24 @@ def check_envelope(source: ByteSource, book: RuleBook) -> Envelope | None:
 
 
 def _footer_bytes(source: ByteSource, book: RuleBook) -> FooterBytes | None:
-    size = source.size_bytes
-    if size < MAGIC_LENGTH + TRAILER_LENGTH:
-        book.broken("magic", f"{size} bytes are too few for a Parquet file.")
+    try:
+        footer = read_footer_bytes(source)
+    except FileChangedError:
+        raise
+    except ParquetFormatError as error:
+        size, magic = source.size_bytes, b""
+        if size >= MAGIC_LENGTH + TRAILER_LENGTH:
+            magic, end = bytes(source.read_at(0, MAGIC_LENGTH)), bytes(source.read_at(size - 8, TRAILER_LENGTH))
+            length = int.from_bytes(end[:MAGIC_LENGTH], "little")
+            if magic in (MAGIC, MAGIC_ENCRYPTED_FOOTER) and end.endswith(magic):
+                if 0 < length <= size - MAGIC_LENGTH - TRAILER_LENGTH:
+                    raise  # It is longer than the configuration accepts.
+                book.broken("footer-length", str(error))
+                return None
+        book.broken("magic", str(error))
         return None
-    tail_offset = size - min(size, TAIL_LENGTH)
-    tail = bytes(source.read_at(tail_offset, size - tail_offset))
-    head = bytes(source.read_at(0, MAGIC_LENGTH))
-    magic = tail[-MAGIC_LENGTH:]
-    is_magic = magic in (MAGIC, MAGIC_ENCRYPTED_FOOTER) and head == magic
-    if not book.check("magic", is_magic, f"the file begins with {head!r} and ends with {magic!r}."):
-        return None
-    (length,) = struct.unpack("<I", tail[-TRAILER_LENGTH:-MAGIC_LENGTH])
-    offset = size - TRAILER_LENGTH - length
-    message = f"{length} bytes do not fit into a file of {size} bytes."
-    if not book.check("footer-length", length > 0 and offset >= MAGIC_LENGTH, message):
-        return None
-    check_footer_length(length, source.path)
-    if offset >= tail_offset:
-        tail = tail[offset - tail_offset :]
-    else:
-        tail = with_trailer(bytes(source.read_at(offset, length)), magic)
-    return FooterBytes(magic == MAGIC_ENCRYPTED_FOOTER, offset, tail)
+    book.holds("magic", "footer-length")
+    return footer
 
 
 def plaintext_metadata(envelope: Envelope, book: RuleBook, *, is_authentic: bool = False) -> FileMetaData | None:
@@ -144,7 +144,7 @@ def check_required(metadata: FileMetaData) -> None:
         for chunk in row_group.columns:
             # The other fields are optional, and not there where they have another type.
             types = chunk.struct.types()
-            if types.get(_CRYPTO, _STRUCT) is not _STRUCT or types.get(_HIDDEN, _BINARY) is not _BINARY:
+            if types.get(_CRYPTO) is not WireType.STRUCT or types.get(_HIDDEN) is not WireType.BINARY:
                 _ = chunk.crypto_metadata, chunk.encrypted_column_metadata
     for entry in metadata.key_value_metadata or ():
         _ = entry.key, entry.value
@@ -178,11 +178,85 @@ def _check_parameters(envelope: Envelope, data: bytes, book: RuleBook) -> None:
 
 # --- A footer that was opened ---
 
+ChunkKey = tuple[int, int]
+"""Row group ordinal and column ordinal."""
 
-_SIGNATURE_LENGTH = 28
-"""Of nonce and tag; the cipher's own source file would take long to import, for a look at a footer."""
+
+@dataclass(frozen=True)
+class Column:
+    """A leaf column of a file that is verified.
+
+    Attributes:
+        is_flat: Whether it has one value, or null, for each row: neither it nor a group around it repeats.
+    """
+
+    path: tuple[str, ...]
+    ordinal: int
+    encryption: ColumnEncryption
+    key_metadata: bytes | None
+    is_flat: bool
+    type: int
+
+    @classmethod
+    def of(cls, leaf: LeafColumn, encryption: ColumnEncryption, key_metadata: bytes | None = None) -> Column:
+        """Return the column of a leaf."""
+        return cls(leaf.path, leaf.ordinal, encryption, key_metadata, leaf.is_flat, leaf.physical_type)
+
+    @property
+    def name(self) -> str:
+        """The dotted path."""
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True)
+class OpenFooter:
+    """A footer that was opened, and its parts.
+
+    Attributes:
+        chunks: `chunks[row group ordinal][column ordinal]`.
+        unusable: Chunks that cannot be looked into.
+    """
+
+    metadata: FileMetaData
+    row_groups: Sequence[RowGroup]
+    chunks: Sequence[Sequence[ColumnChunk]]
+    columns: Sequence[Column]
+    unusable: frozenset[ChunkKey]
+
+
+class ChunkNumbers(NamedTuple):
+    """What the metadata of a chunk says; all of it would take much memory.
+
+    Attributes:
+        codec: As parquet.thrift numbers it; None where it is missing.
+    """
+
+    codec: int | None
+    num_values: int
+    places: ChunkPlaces
+
+    @classmethod
+    def of(cls, metadata: ColumnMetaData) -> ChunkNumbers:
+        """Take the numbers out of metadata; raises `ParquetFormatError` if one is missing."""
+        codec, num_values = metadata.struct.numbers(_CODEC_AND_VALUES)
+        return cls(codec, metadata.num_values if num_values is None else num_values, ChunkPlaces.of(metadata))
+
+
+_CODEC_AND_VALUES: IntegerFields = (
+    (ColumnMetaData.codec.field_id, WireType.I32),
+    (ColumnMetaData.num_values.field_id, WireType.I64),
+)
+
+
+def chunk_place(row_group_ordinal: int, column_ordinal: int) -> ModulePlace:
+    """Return the place that stands for a chunk: the place of its metadata."""
+    return ModulePlace(ModuleType.COLUMN_META_DATA, row_group_ordinal, column_ordinal)
+
 
 _MOST_NAMED = 5
+
+_CRYPTO, _HIDDEN = ColumnChunk.crypto_metadata.field_id, ColumnChunk.encrypted_column_metadata.field_id
+_META_DATA = ColumnChunk.meta_data.field_id
 
 
 def check_footer(
@@ -195,7 +269,7 @@ def check_footer(
     """Check the rules about a footer; None where nothing behind it can be found."""
     try:
         row_groups = metadata.row_groups
-        chunks = [[ChunkEntry.of(chunk) for chunk in row_group.columns] for row_group in row_groups]
+        chunks = [list(row_group.columns) for row_group in row_groups]
         schema = metadata.schema
         leaves = leaf_columns(schema)
     except ParquetFormatError as error:
@@ -217,10 +291,6 @@ def check_footer(
     book.holds("schema")
     _check_row_groups(metadata, row_groups, is_encrypted, book)
     columns, unusable = _columns(leaves, chunks, envelope, book)
-    columns = [
-        replace(column, is_flat=leaf.is_flat, type=leaf.physical_type)
-        for column, leaf in zip(columns, leaves, strict=True)
-    ]
     if is_encrypted and row_groups and columns:
         has_encrypted = any(column.encryption is not ColumnEncryption.PLAINTEXT for column in columns)
         book.check("columns-encrypted", has_encrypted, "all columns are in plaintext.", FOOTER_PLACE)
@@ -241,7 +311,7 @@ def _check_mode_fields(envelope: Envelope, metadata: FileMetaData, book: RuleBoo
         signs = []
         if metadata.footer_signing_key_metadata is not None:
             signs.append("it has metadata of a key for signing")
-        if len(envelope.signature) == _SIGNATURE_LENGTH:
+        if len(envelope.signature) == SIGNATURE_LENGTH:
             signs.append("it is followed by as many bytes as a signature has")
         if signs:
             book.broken("algorithm-stated", f"the footer names no algorithm, and {', and '.join(signs)}.")
@@ -276,19 +346,17 @@ def _check_types(footer: OpenFooter, schema: Sequence[SchemaElement], book: Rule
     names = dict.fromkeys(metadata.fields_of_other_types())
     for record in (*schema, *footer.row_groups, *(metadata.key_value_metadata or ())):
         names.update(dict.fromkeys(record.fields_of_other_types()))
+    kinds: set[frozenset[tuple[int, WireType]]] = set()  # Chunks are many, and most are of one kind.
     for chunk in itertools.chain.from_iterable(footer.chunks):
-        if chunk.other_types:
-            names.update(dict.fromkeys(chunk.other_types))
-        if chunk.visible is not None:
-            names.update(dict.fromkeys(chunk.visible.fields_of_other_types()))
+        if (kind := frozenset(chunk.struct.types().items())) not in kinds:
+            kinds.add(kind)
+            names.update(dict.fromkeys(chunk.fields_of_other_types()))
+        if chunk.struct.has(_META_DATA) and (visible := chunk.meta_data) is not None:
+            names.update(dict.fromkeys(visible.fields_of_other_types()))
     book.check("field-types", not names, f"{', '.join(sorted(names))}: another type.", FOOTER_PLACE)
 
 
 def _check_folders(path: str, columns: Sequence[Column], book: RuleBook, table: TableCheck | None) -> None:
-    if "=" not in path and "%" not in path:
-        # What compares names takes long to import, for a look at a file without a configuration.
-        book.holds("folder-name")
-        return
     from parquet_keytools.files.table_check import names_in_folders, protected_names
 
     names = names_in_folders(path)
@@ -314,108 +382,53 @@ def _check_row_groups(
 
 
 def _columns(
-    leaves: Sequence[LeafColumn], chunks: Sequence[Sequence[ChunkEntry]], envelope: Envelope, book: RuleBook
-) -> tuple[list[Column], frozenset[tuple[int, int]]]:
+    leaves: Sequence[LeafColumn], chunks: Sequence[Sequence[ColumnChunk]], envelope: Envelope, book: RuleBook
+) -> tuple[list[Column], frozenset[ChunkKey]]:
     columns: list[Column] = []
-    unusable: set[tuple[int, int]] = set()
+    unusable: set[ChunkKey] = set()
     for leaf in leaves:
         column: Column | None = None
-        known: dict[bytes, _Crypto] = {}
-        right: object = None
+        checked: object = None
         for row_group_ordinal, row_group_chunks in enumerate(chunks):
             chunk = row_group_chunks[leaf.ordinal]
-            kind = _kind(chunk, envelope)
-            if kind == right:
+            # The same in every row group, as a rule. What a plaintext footer shows may differ.
+            kind = chunk.struct.entry_bytes(_CRYPTO), chunk.struct.types()
+            if kind == checked and envelope.mode is not FooterMode.PLAINTEXT_FOOTER:
                 continue
-            breaches = book.breaches
             place = chunk_place(row_group_ordinal, leaf.ordinal)
-            found = _column(leaf, chunk, place, envelope, book, known)
-            if found is None:
-                unusable.add((row_group_ordinal, leaf.ordinal))
-                continue
+            found = _column(leaf, chunk, place, envelope, book)
             column = column or found
             message = f"column {leaf.dotted_path!r} is encrypted in another way than before."
-            if not book.check("crypto-metadata-same", found == column, message, place):
+            if found is None or not book.check("crypto-metadata-same", found == column, message, place):
                 unusable.add((row_group_ordinal, leaf.ordinal))
-            if book.breaches == breaches:
-                right = kind
-        columns.append(column or Column(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None))
+            else:
+                checked = kind
+        columns.append(column or Column.of(leaf, ColumnEncryption.PLAINTEXT))
     return columns, frozenset(unusable)
 
 
-def _kind(chunk: ChunkEntry, envelope: Envelope) -> tuple[object, ...]:
-    """Return all that the rules about the entries of a column's chunks look at."""
-    kind = (chunk.crypto, chunk.hidden is None, chunk.visible is None)
-    if envelope.mode is not FooterMode.PLAINTEXT_FOOTER:
-        return kind
-    # What an encrypted column may show depends on the types of its fields, and of what is in lists (spec 5.5).
-    types = tuple(chunk.chunk.struct.types().items())
-    if chunk.visible is None:
-        return *kind, types
-    struct = chunk.visible.struct
-    lists = (struct.entry_bytes(field_id) for field_id in _LIST_FIELD_IDS)
-    return *kind, types, tuple(struct.types().items()), *lists
-
-
-_LIST_FIELD_IDS = (2, ColumnMetaData.path_in_schema.field_id)
-"""Of `encodings`, which is of no use here, and `path_in_schema`: the fields that are lists and may be shown."""
-
-
-class _Crypto(NamedTuple):
-    """What the crypto metadata of a chunk says.
-
-    Attributes:
-        is_one_known: Whether it holds exactly one kind, and a known one.
-        path: Of the column that it is of; None where it names none.
-    """
-
-    is_one_known: bool
-    is_own: bool
-    path: tuple[str, ...] | None
-    key_metadata: bytes | None
-
-
-def _crypto_of(chunk: ChunkEntry, known: dict[bytes, _Crypto]) -> _Crypto | None:
-    """Return what a chunk says of its encryption; `known` is what the same bytes say in other row groups."""
-    stored = chunk.crypto
-    if stored is None:
-        return None
-    if stored not in known:
-        crypto = chunk.chunk.crypto_metadata
-        if crypto is None:
-            return None
-        with_footer_key, own = crypto.encryption_with_footer_key, crypto.encryption_with_column_key
-        known[stored] = _Crypto(
-            len(crypto.struct.types()) == 1 and (with_footer_key is None) is not (own is None),
-            own is not None,
-            None if own is None else tuple(own.path_in_schema),
-            None if own is None else own.key_metadata,
-        )
-    return known[stored]
-
-
 def _column(
-    leaf: LeafColumn,
-    chunk: ChunkEntry,
-    place: ModulePlace,
-    envelope: Envelope,
-    book: RuleBook,
-    known: dict[bytes, _Crypto],
+    leaf: LeafColumn, chunk: ColumnChunk, place: ModulePlace, envelope: Envelope, book: RuleBook
 ) -> Column | None:
-    """Check one chunk's entry, and return how it is encrypted; None where that cannot be told."""
+    """Check one chunk's entry, and return how it is encrypted; None where that is unknown."""
+    has_hidden = chunk.struct.has(_HIDDEN)
     try:
-        crypto = _crypto_of(chunk, known)
+        crypto = chunk.crypto_metadata
+        own = None if crypto is None else crypto.encryption_with_column_key
+        path = leaf.path if own is None else tuple(own.path_in_schema)
+        is_known = own is not None or (crypto is not None and crypto.encryption_with_footer_key is not None)
+        is_one_known = is_known and crypto is not None and len(crypto.struct.ids()) == 1
     except ParquetFormatError as error:
         book.broken("crypto-metadata", str(error), place)
         return None
     message = "the chunk has encrypted metadata and does not say with which key."
-    if not book.check("crypto-metadata-set", crypto is not None or chunk.hidden is None, message, place):
+    if not book.check("crypto-metadata-set", crypto is not None or not has_hidden, message, place):
         return None
     if crypto is None:
-        is_there, message = chunk.visible is not None, "a plaintext column has no metadata."
+        is_there, message = chunk.meta_data is not None, "a plaintext column has no metadata."
         is_readable = book.check("metadata-visible", is_there, message, place)
-        return Column(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None) if is_readable else None
-    if not book.check("crypto-metadata", crypto.is_one_known, "it does not hold exactly one known kind.", place):
+        return Column.of(leaf, ColumnEncryption.PLAINTEXT) if is_readable else None
+    if not book.check("crypto-metadata", is_one_known, "it does not hold exactly one known kind.", place):
         return None
     if envelope.mode is FooterMode.UNENCRYPTED:
         message = f"column {leaf.dotted_path!r} is encrypted, and the footer names no algorithm."
@@ -423,31 +436,103 @@ def _column(
         return None
     if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
         book.holds("algorithm-stated")
-    if envelope.mode is FooterMode.PLAINTEXT_FOOTER and (hidden_ids := hidden_chunk_fields(chunk.chunk.struct)):
-        book.broken("metadata-stripped", f"its chunk shows the fields {sorted(hidden_ids)}.", place)
-    path = leaf.path if crypto.path is None else crypto.path
+        if hidden_ids := hidden_chunk_fields(chunk.struct):
+            book.broken("metadata-stripped", f"its chunk shows the fields {sorted(hidden_ids)}.", place)
     message = f"the crypto metadata of {leaf.dotted_path!r} names column {'.'.join(path)!r}."
     book.check("crypto-metadata-path", path == leaf.path, message, place)
-    encryption = ColumnEncryption.COLUMN_KEY if crypto.is_own else ColumnEncryption.FOOTER_KEY
-    is_usable = _check_placement(encryption, chunk, envelope, place, book)
-    return Column(leaf.path, leaf.ordinal, encryption, crypto.key_metadata) if is_usable else None
+    encryption = ColumnEncryption.FOOTER_KEY if own is None else ColumnEncryption.COLUMN_KEY
+    is_usable = _check_placement(encryption, chunk.meta_data, has_hidden, envelope, place, book)
+    return Column.of(leaf, encryption, None if own is None else own.key_metadata) if is_usable else None
 
 
 def _check_placement(
-    encryption: ColumnEncryption, chunk: ChunkEntry, envelope: Envelope, place: ModulePlace, book: RuleBook
+    encryption: ColumnEncryption,
+    visible: ColumnMetaData | None,
+    has_hidden: bool,
+    envelope: Envelope,
+    place: ModulePlace,
+    book: RuleBook,
 ) -> bool:
     """Check where the metadata of an encrypted chunk is; returns whether its full metadata is there at all."""
-    hidden, visible = chunk.hidden, chunk.visible
     if envelope.mode is FooterMode.PLAINTEXT_FOOTER:
         if book.check("metadata-visible", visible is not None, "meta_data is not set.", place):
             assert visible is not None
             _, hidden_ids = shown_metadata(visible)
             message = f"it shows the fields {sorted(hidden_ids)}."
             book.check("metadata-stripped", not hidden_ids, message, place)
-        return book.check("metadata-encrypted", hidden is not None, "there is none.", place)
-    if encryption is ColumnEncryption.FOOTER_KEY:
+    elif encryption is ColumnEncryption.FOOTER_KEY:
         message = "meta_data is not set." if visible is None else "there is an encrypted copy too."
-        book.check("metadata-in-place", visible is not None and hidden is None, message, place)
-        return visible is not None or hidden is not None
-    book.check("metadata-hidden", visible is None, "meta_data is set.", place)
-    return book.check("metadata-encrypted", hidden is not None, "there is none.", place)
+        book.check("metadata-in-place", visible is not None and not has_hidden, message, place)
+        return visible is not None or has_hidden
+    else:
+        book.check("metadata-hidden", visible is None, "meta_data is set.", place)
+    return book.check("metadata-encrypted", has_hidden, "there is none.", place)
+
+
+# --- Where chunks lie ---
+
+
+def check_layout(regions: Sequence[Region], footer_offset: int, book: RuleBook) -> frozenset[Region]:
+    """Check that regions lie in the file's body and do not overlap; returns those that must not be looked into."""
+    unusable: set[Region] = set()
+    furthest: Region | None = None
+    end = 0
+    for region in sorted(regions, key=lambda region: (region.offset, region.length or 0)):
+        offset, length = region.offset, 1 if region.length is None else region.length
+        place = chunk_place(region.row_group_ordinal, region.column_ordinal)
+        if length == 0 and region.kind is RegionKind.PAGES:
+            continue
+        if offset < MAGIC_LENGTH or length <= 0 or offset + length > footer_offset:
+            unusable.add(region)
+            message = f"the {region.title} of {length} bytes at {offset} does not lie before the footer at "
+            book.broken("layout-range", f"{message}{footer_offset}.", place, offset)
+            continue
+        if furthest is not None and offset < end:
+            unusable |= {region, furthest}
+            message = f"the {region.title} begins before the {furthest.title} of row group "
+            message += f"{furthest.row_group_ordinal}, column {furthest.column_ordinal} ends at {end}."
+            book.broken("layout-overlap", message, place, offset)
+        if offset + length > end:
+            furthest, end = region, offset + length
+    book.holds("layout-overlap", *(["layout-range"] if regions else []))
+    return frozenset(unusable)
+
+
+def check_gaps(ranges: Sequence[tuple[int, int]], footer_offset: int, book: RuleBook) -> list[tuple[int, int]]:
+    """Check that nothing lies between what is known; returns offset and length of what does."""
+    gaps: list[tuple[int, int]] = []
+    at = MAGIC_LENGTH
+    for offset, length in [*sorted(ranges), (footer_offset, 0)]:
+        if offset > at:
+            gaps.append((at, offset - at))
+            book.broken("layout-gap", f"{offset - at} bytes belong to nothing.", offset=at)
+        at = max(at, offset + length)
+    book.holds("layout-gap")
+    return gaps
+
+
+def check_row_groups(
+    footer: OpenFooter,
+    metadata: Mapping[ChunkKey, ChunkNumbers],
+    regions: Iterable[Region],
+    book: RuleBook,
+) -> None:
+    """Compare what row groups say of their offset and size with their chunks, where all of these are known."""
+    starts: dict[int, int] = {}
+    for region in regions:
+        if region.kind is RegionKind.PAGES and region.length:
+            ordinal = region.row_group_ordinal
+            starts[ordinal] = min(starts.get(ordinal, region.offset), region.offset)
+    for ordinal, row_group in enumerate(footer.row_groups):
+        chunks = [metadata.get((ordinal, column.ordinal)) for column in footer.columns]
+        known = [chunk for chunk in chunks if chunk is not None]
+        if len(known) < len(chunks):
+            continue
+        start, size = starts.get(ordinal), sum(chunk.places.total_compressed_size for chunk in known)
+        if row_group.file_offset and start is not None:
+            message = f"row group {ordinal} states {row_group.file_offset}, and its pages begin at {start}."
+            book.check("row-group-offset", row_group.file_offset == start, message)
+        stated = row_group.total_compressed_size
+        if stated is not None:
+            message = f"row group {ordinal} states {stated} bytes, and its chunks have {size}."
+            book.check("row-group-size", stated == size, message)

@@ -6,12 +6,11 @@ The rules are in the tables of `rules.md`.
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
@@ -181,6 +180,11 @@ class RuleResult:
         }
 
 
+@cache
+def _authenticity_rule(module_type: ModuleType) -> str:
+    return f"{module_type.name.lower().replace('_meta_data', '_metadata').replace('_', '-')}-authentic"
+
+
 MAX_FINDINGS = 100
 """How many findings are kept for each rule: a hostile file can break one at every byte."""
 
@@ -188,10 +192,11 @@ _MAX_REASONS = 20
 
 
 class RuleBook:
-    """What became of the rules of some scopes so far; may be written to by any number of threads.
+    """What became of the rules of some scopes so far, and of modules.
 
     Attributes:
-        breaches: How many breaches were noted, of all rules.
+        modules: How many modules are authentic or broken, or unauthenticated: pages with AES_GCM_CTR_V1 cannot
+            show by themselves whether they were altered.
     """
 
     def __init__(self, scopes: Collection[Scope]) -> None:
@@ -200,8 +205,7 @@ class RuleBook:
         self._findings: dict[str, list[Finding]] = {}
         self._breaches: dict[str, int] = {}
         self._reasons: dict[str, dict[str, None]] = {}
-        self._lock = threading.Lock()
-        self.breaches = 0
+        self.modules: Counter[str] = Counter()
 
     def holds(self, *rule_ids: str) -> None:
         """Note that rules were checked and hold in one place."""
@@ -211,12 +215,10 @@ class RuleBook:
         self, rule_id: str, message: str, place: ModulePlace | None = None, offset: int | None = None
     ) -> None:
         """Note that a rule is broken."""
-        with self._lock:
-            kept = self._findings.setdefault(rule_id, [])
-            if len(kept) < MAX_FINDINGS:
-                kept.append(Finding(RULES_BY_ID[rule_id], printable(message), place, offset))
-            self._breaches[rule_id] = self._breaches.get(rule_id, 0) + 1
-            self.breaches += 1
+        kept = self._findings.setdefault(rule_id, [])
+        if len(kept) < MAX_FINDINGS:
+            kept.append(Finding(RULES_BY_ID[rule_id], printable(message), place, offset))
+        self._breaches[rule_id] = self._breaches.get(rule_id, 0) + 1
 
     def is_broken(self, rule_id: str) -> bool:
         """Whether a breach of a rule was noted."""
@@ -234,10 +236,25 @@ class RuleBook:
 
     def not_checked(self, rule_id: str, reason: str) -> None:
         """Note that a rule could not be checked, or not everywhere."""
-        with self._lock:
-            reasons = self._reasons.setdefault(rule_id, {})
-            if len(reasons) < _MAX_REASONS:
-                reasons[printable(reason)] = None
+        reasons = self._reasons.setdefault(rule_id, {})
+        if len(reasons) < _MAX_REASONS:
+            reasons[printable(reason)] = None
+
+    def authentic(self, module_type: ModuleType) -> None:
+        """Count a module that authenticates."""
+        self._checked.update((_authenticity_rule(module_type), "module-length"))
+        self.modules["authentic"] += 1
+
+    def not_authentic(
+        self,
+        place: ModulePlace,
+        offset: int | None,
+        rule_id: str = "",
+        message: str = "the module does not authenticate.",
+    ) -> None:
+        """Count a module that does not authenticate, and note the rule that it breaks."""
+        self.modules["broken"] += 1
+        self.broken(rule_id or _authenticity_rule(place.module_type), message, place, offset)
 
     def scope_not_checked(self, scope: Scope, reason: str) -> None:
         """Note that what the rules of a scope are about could not be read, or not everywhere."""
@@ -281,25 +298,6 @@ class Verdict(Enum):
     def conforms(self) -> bool:
         """Whether all that was asked for was checked, and no violation was found."""
         return self in (Verdict.CONFORMS, Verdict.WEAK)
-
-
-@dataclass(frozen=True)
-class ModuleTally:
-    """What became of the modules of one type under one column, or of the footer.
-
-    Attributes:
-        module_type: The type.
-        column: Dotted path of the column; None for the footer.
-        authentic: How many authenticate.
-        broken: How many do not.
-        unauthenticated: How many cannot show by themselves whether they were altered: pages with AES_GCM_CTR_V1.
-    """
-
-    module_type: ModuleType
-    column: str | None
-    authentic: int = 0
-    broken: int = 0
-    unauthenticated: int = 0
 
 
 @dataclass(frozen=True)
@@ -349,7 +347,7 @@ class FileReport(Summarised):
         path: The file.
         with_keys: Whether keys were looked for; without them nothing is authenticated.
         rules: What became of each rule of a file.
-        modules: What became of its modules.
+        modules: `authentic`, `broken`, `unauthenticated` (pages with AES_GCM_CTR_V1) -> number of modules.
         damage: What is lost; None where no keys are given, some are unavailable, or the AAD prefix is missing,
             and of a plaintext file that is not wanted.
         denied: Dotted column path, or `footer` -> why its key is unavailable. A column of that name is
@@ -363,7 +361,7 @@ class FileReport(Summarised):
     path: str
     with_keys: bool
     rules: tuple[RuleResult, ...]
-    modules: tuple[ModuleTally, ...] = ()
+    modules: Mapping[str, int] = field(default_factory=dict)
     damage: Damage | None = None
     denied: Mapping[str, str] = field(default_factory=dict)
     asked_for: frozenset[str] = frozenset()

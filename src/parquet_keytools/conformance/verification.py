@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain, groupby, islice
-from pathlib import PurePosixPath
+from itertools import chain, islice
 from typing import Any
 
 from parquet_keytools import audit
-from parquet_keytools.conformance.data_set import Member, Surroundings, check_data_set, matches_any
+from parquet_keytools.conformance.data_set import Member, check_data_set, is_table_metadata, matches_any
 from parquet_keytools.conformance.file_keys import (
     Expectation,
+    FileNonces,
     MaterialFinder,
+    NoncePart,
     OneKey,
+    SharedNonces,
     TableFiles,
     fingerprint_key,
     use_fingerprint_key,
 )
-from parquet_keytools.conformance.file_list import FileList, Lists
+from parquet_keytools.conformance.file_list import ListedFile, ListKeeper, check_list, listed_files
 from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
-from parquet_keytools.conformance.footer_rules import check_envelope, plaintext_metadata
 from parquet_keytools.conformance.inspection import Inspection, inspect_source
-from parquet_keytools.conformance.nonces import FileNonces, NoncePart, SharedNonces
 from parquet_keytools.conformance.report import FILE_SCOPES, DataSetReport, FileReport, Loss, RuleBook
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
 from parquet_keytools.encryption.file_encryption import column_deks, decrypt_columns
 from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
-from parquet_keytools.encryption.protection import Envelope, FooterColumn, FooterMode
+from parquet_keytools.encryption.protection import FooterColumn, FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import (
     DecryptionError,
-    KeyMaterialError,
     KeytoolsError,
     KmsUnavailableError,
     NotEncryptedError,
@@ -47,17 +46,15 @@ from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import check_column_keys, check_footer_key, open_files, refuse_ctr
 from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
-from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, ByteSource
+from parquet_keytools.format.file_layout import ByteSource
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
-from parquet_keytools.keys.key_material import KeyMaterial, KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
-from parquet_keytools.keys.material_store import read_key_materials
-from parquet_keytools.runtime.presentation import escaped_path
 from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.outputs import written_bytes
-from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set, named_parquet_file
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
 
 
 class RetrieverFinder(FileKeyRetriever):
@@ -76,12 +73,9 @@ class RetrieverFinder(FileKeyRetriever):
         return kek.length_bits if isinstance(kek, SecretBytes) else None
 
 
-_SMALL_FILES_AT_A_TIME = 8
+_FILES_AT_A_TIME = 8
 _FILES_PER_REQUEST = 100
 """For how many files keys are unwrapped together."""
-
-_SMALL_BYTES = 4 << 20
-"""Larger files are read by one request after the other anyway, and keep several threads busy each."""
 
 FindTables = Callable[[Sequence[FileLocation]], TableFiles]
 """Returns the files of the tables that some metadata files describe."""
@@ -131,7 +125,9 @@ def verify_folder(
     *,
     part_count: int | None = None,
     allow_plaintext: Sequence[str] = (),
-    lists: Lists | None = None,
+    expect: FileLocation | None = None,
+    record: FileLocation | None = None,
+    list_key: str | None = None,
     find_tables: FindTables | None = None,
     on_progress: Progress | None = None,
 ) -> DataSetReport:
@@ -139,7 +135,12 @@ def verify_folder(
 
     With `find_tables`, files of authentic tables that keep their keys elsewhere are verified with these keys.
     """
-    expected = lists.expected() if lists is not None else None
+    expected, keeper = None, None
+    if keys is not None and (expect is not None or record is not None):
+        keeper = ListKeeper(keys, table_name, list_key)
+        for target in filter(None, (expect, record)):
+            keeper.refuse_inside(target, folder)
+        expected = None if expect is None else keeper.read(expect)
     found = sorted(
         data_set(folder, into_passed_over=True, with_key_material=True), key=lambda entry: entry.location.path
     )
@@ -172,7 +173,7 @@ def verify_folder(
         reports.append(report)
         name = location.path_within(folder)
         if facts.nonces is not None:
-            nonces.add_file(name, facts.nonces.invocations, facts.nonces)
+            nonces.add_file(name, facts.nonces.invocations)
         members.append(Member(name, replace(facts, nonces=None)))
         if on_progress is not None:
             on_progress(report)
@@ -189,8 +190,8 @@ def verify_folder(
         expected=expected,
         tables=tables,
     )
-    if lists is not None:
-        lists.record(data_set_report, members)
+    if keeper is not None and record is not None and data_set_report.conforms:
+        keeper.write(record, listed_files(members))
     return data_set_report
 
 
@@ -265,7 +266,7 @@ class MemberVerifier:
         one = self._table_name is not None or len(self._keys.configuration.tables) == 1
         return self._keys.table_check(self._table_name) if one else None
 
-    def __call__(self, location: FileLocation, threads: int = 2) -> tuple[FileReport, FileFacts]:
+    def __call__(self, location: FileLocation) -> tuple[FileReport, FileFacts]:
         """Verify a file of a folder; see `look_at`.
 
         Raises:
@@ -273,22 +274,18 @@ class MemberVerifier:
         """
         if self.unavailable is not None:
             raise without_frames(self.unavailable)
-        return self.look_at(location, threads)
+        return self.look_at(location)
 
-    def look_at(
-        self, location: FileLocation, threads: int = 2, nonce_part: NoncePart | None = None
-    ) -> tuple[FileReport, FileFacts]:
+    def look_at(self, location: FileLocation, nonce_part: NoncePart | None = None) -> tuple[FileReport, FileFacts]:
         """Verify a file of a folder: one that cannot be read must not hide what is wrong with the others."""
         try:
-            return self.verify(location, threads, nonce_part)
+            return self.verify(location, nonce_part)
         except OSError as error:
             return _unreadable(str(location), error.strerror or type(error).__name__), FileFacts()
         except UnicodeError:
             return _unreadable(str(location), "its name is not UTF-8, and so has no AAD prefix"), FileFacts()
 
-    def verify(
-        self, location: FileLocation, threads: int = 2, nonce_part: NoncePart | None = None
-    ) -> tuple[FileReport, FileFacts]:
+    def verify(self, location: FileLocation, nonce_part: NoncePart | None = None) -> tuple[FileReport, FileFacts]:
         """Verify a file, or only collect some of its nonces.
 
         Raises:
@@ -298,11 +295,7 @@ class MemberVerifier:
             with audit.about(location), open_source(location) as source:
                 finder = self.keys_of_tables.get(location.path) or finder_of(self._keys, location, self._kms_keys)
                 expectation = self._expectation(source, location)
-                report, facts = verify_source(source, finder, expectation, threads=threads, nonce_part=nonce_part)
-                if finder is None and facts.uses_material_file:
-                    facts = replace(facts, uses_material_file=False)
-                    with suppress(OSError):  # The check of the folder reads it again, and says so.
-                        facts = replace(facts, uses_material_file=_is_key_material(location))
+                report, facts = verify_source(source, finder, expectation, nonce_part=nonce_part)
                 if report.denied and self._kms_keys is not None and self._kms_keys.has_unavailable:
                     report = replace(report, kms_is_unavailable=True)
                 return report, facts
@@ -343,15 +336,10 @@ def _verifier_in_worker(key: bytes, arguments: tuple[Any, ...]) -> MemberVerifie
 def _verified(
     files: Sequence[ParquetFile], verify: MemberVerifier, *, visible: bool
 ) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts] | KmsUnavailableError]]:
-    """Yield the files, in their order, with what `verify` says of them; small ones are verified ahead.
+    """Yield the files, in their order, with what `verify` says of them; some are verified at a time.
 
     When the KMS cannot be reached, the files that were not begun have its error.
-
-    The threads of a large file share its pages. Of small files some are verified at a time, one thread each: they
-    wait for a disk or a store together.
     """
-    small = sum(file.size_bytes <= _SMALL_BYTES for file in files[1:])
-    one_thread_each = partial(verify, threads=1)
     unavailable: KmsUnavailableError | None = None
 
     def prepared(locations: Iterator[FileLocation]) -> Iterator[FileLocation]:
@@ -361,36 +349,25 @@ def _verified(
                 verify.prepare(batch)
             yield from batch
 
-    with FileWorkers(
-        one_thread_each, small, _SMALL_FILES_AT_A_TIME, visible=visible, prepare=verify.prepare
-    ) as workers:
-        # The first alone: it finds what is wrong with the configuration, and fetches shared keys.
-        for is_small, group in groupby(
-            files, lambda file: file is not files[0] and file.size_bytes <= _SMALL_BYTES
-        ):
-            locations = (file.location for file in group)
-            if unavailable is not None:
-                yield from ((location, unavailable) for location in locations)
-                continue
-            outcomes = workers.outcomes(prepared(locations)) if is_small else _one_by_one(verify, locations)
-            for location, outcome in outcomes:
-                if isinstance(outcome, KmsUnavailableError):
-                    unavailable = outcome
-                elif isinstance(outcome, Exception):
-                    raise outcome
-                yield location, outcome
-            # Worker processes would wait for it again.
-            unavailable = unavailable or verify.unavailable
-
-
-def _one_by_one(
-    verify: MemberVerifier, locations: Iterable[FileLocation]
-) -> Iterator[tuple[FileLocation, tuple[FileReport, FileFacts] | Exception]]:
-    for location in locations:
+    workers = FileWorkers(verify, len(files) - 1, _FILES_AT_A_TIME, visible=visible, prepare=verify.prepare)
+    # The first alone: it finds what is wrong with the configuration, and fetches shared keys.
+    for file in files[:1]:
         try:
-            yield location, verify(location)
+            yield file.location, verify(file.location)
         except KmsUnavailableError as error:
-            yield location, error
+            yield file.location, error
+        unavailable = verify.unavailable
+    rest = [file.location for file in files[1:]]
+    if unavailable is not None:
+        yield from ((location, unavailable) for location in rest)
+        return
+    with workers:
+        for location, outcome in workers.outcomes(prepared(iter(rest))):
+            if isinstance(outcome, KmsUnavailableError):
+                unavailable = outcome
+            elif isinstance(outcome, Exception):
+                raise outcome
+            yield location, outcome
 
 
 def folder_report(
@@ -404,7 +381,7 @@ def folder_report(
     part_count: int | None = None,
     not_attempted: Sequence[str] = (),
     allow_plaintext: Sequence[str] = (),
-    expected: FileList | None = None,
+    expected: Mapping[str, ListedFile] | None = None,
     tables: TableFiles | None = None,
 ) -> DataSetReport:
     """Check what was found in the files of a folder, wherever that was, and what else is in it."""
@@ -414,187 +391,19 @@ def folder_report(
         str(folder),
         (*reports, *unreadable),
         check_data_set(
+            folder,
             members,
-            _surroundings(folder, members, left_out, allow_plaintext, tables or TableFiles()),
+            left_out,
             nonces,
+            tables=tables or TableFiles(),
+            allow_plaintext=allow_plaintext,
             part_count=part_count,
-            check_list=None if expected is None else partial(expected.check, members, unknown),
+            check_list=None if expected is None else partial(check_list, expected, members, unknown),
         ),
         {left.path: left.reason for left in left_out if left.reason is not LeftOutReason.KEY_MATERIAL_BESIDE},
         tuple(not_attempted),
         tables is not None and tables.kms_is_unavailable,
     )
-
-
-def _surroundings(
-    folder: FileLocation,
-    members: Sequence[Member],
-    left_out: Sequence[LeftOut],
-    allow_plaintext: Sequence[str],
-    tables: TableFiles,
-) -> Surroundings:
-    users = {member.name for member in members if member.facts.uses_material_file}
-    verified = {member.name for member in members if member.facts.mode is not None}
-    plaintext: list[str] = []
-    other_data: dict[str, str] = {}
-    unread: dict[str, str] = {}
-    orphaned: set[str] = set()
-    for left in left_out:
-        if left.reason is LeftOutReason.SUMMARY or left.location.path in tables.metadata_files:
-            continue
-        name = escaped_path(left.location.path_within(folder))
-        may_be_key_material = left.reason in (LeftOutReason.KEY_MATERIAL, LeftOutReason.KEY_MATERIAL_BESIDE)
-        parquet_file = named_parquet_file(left.location) if may_be_key_material else None
-        try:
-            if parquet_file is None:
-                kind = _plaintext_kind(left.location)
-            else:
-                within = parquet_file.path_within(folder)
-                if within in users:
-                    continue
-                if not _is_key_material(parquet_file):
-                    kind = "JSON that is not key material"
-                elif left.reason is LeftOutReason.KEY_MATERIAL:
-                    kind = None
-                    orphaned.add(left.location.name)
-                elif within not in verified and _refers_to_material_file(parquet_file):
-                    # It could not be verified, which its report says.
-                    kind = None
-                else:
-                    kind = f"JSON that {escaped_path(parquet_file.name)} does not refer to"
-        except (FileNotFoundError, ParquetFormatError):
-            # A dangling link, or no regular file.
-            continue
-        except OSError as error:
-            unread[name] = f"it cannot be read: {error.strerror or type(error).__name__}"
-            continue
-        if kind == _PLAINTEXT_PARQUET:
-            plaintext.append(name)
-        elif (reason := tables.not_checked.get(left.location.path)) is not None:
-            unread[name] = reason
-        elif kind is not None and is_table_metadata(left.location):
-            reason = tables.refused.get(left.location.path, _WITHOUT_KMS)
-            other_data[name] = f"{kind}, in plaintext, and not known as metadata of an Iceberg table: {reason}"
-        elif kind is not None:
-            other_data[name] = f"{kind}, in plaintext"
-    summaries = [left.location for left in left_out if left.reason is LeftOutReason.SUMMARY]
-    return Surroundings(
-        # Dask writes one without rows, which is encrypted like any other file.
-        summary_files=sorted({summary.name for summary in summaries if not _is_encrypted(summary)}),
-        listed_files=sorted({name for summary in summaries for name in _listed_files(folder, summary)}),
-        orphaned_key_materials=sorted(orphaned),
-        plaintext_skipped=plaintext,
-        other_data=other_data,
-        unread=unread,
-        allowed_plaintext=allow_plaintext,
-    )
-
-
-_WITHOUT_KMS = (
-    "`verify` checks the table if --config has its KMS. Or check the table with `iceberg verify`, and "
-    "accept this file with --allow-plaintext"
-)
-
-
-def is_table_metadata(location: FileLocation) -> bool:
-    """Return whether a file is named as the metadata file of an Iceberg table."""
-    return location.name.endswith((".metadata.json", ".metadata.json.gz"))
-
-
-def _listed_files(folder: FileLocation, summary: FileLocation) -> Iterator[str]:
-    """Yield the files that a summary file lists, as far as it can be read; nothing of it is authenticated."""
-    envelope = _visible_of(summary)
-    metadata = None if envelope is None else plaintext_metadata(envelope, RuleBook(FILE_SCOPES))
-    if metadata is None:
-        return
-    paths = {row_group.columns[0].file_path for row_group in metadata.row_groups if row_group.columns}
-    within = PurePosixPath(summary.path_within(folder)).parent
-    yield from (str(within / path) for path in paths if path)
-
-
-def _visible_of(location: FileLocation) -> Envelope | None:
-    """Return what is visible of a file without a key; None where nothing is."""
-    try:
-        with open_source(location) as source:
-            return check_envelope(source, RuleBook(FILE_SCOPES))
-    except (OSError, KeytoolsError):
-        return None
-
-
-def _is_key_material(parquet_file: FileLocation) -> bool:
-    """Return whether the file beside a Parquet file that is named as its key material is key material.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    try:
-        read_key_materials(parquet_file)
-    except KeytoolsError:
-        return False
-    return True
-
-
-def _refers_to_material_file(location: FileLocation) -> bool:
-    """Return whether what is visible of a file, and is not authenticated, refers to key material beside it."""
-    envelope = _visible_of(location)
-    try:
-        return envelope is not None and isinstance(parse_key_metadata(envelope.key_metadata), KeyReference)
-    except KeyMaterialError:
-        return False
-
-
-def _is_encrypted(location: FileLocation) -> bool:
-    """Return whether a file has an encrypted footer, and so shows nothing."""
-    envelope = _visible_of(location)
-    return envelope is not None and envelope.mode is FooterMode.ENCRYPTED_FOOTER
-
-
-_PLAINTEXT_PARQUET = "a plaintext Parquet file"
-_STREAM_MAGIC = b"AGS1"
-"""Streams of encrypted Iceberg tables; the length of a block follows."""
-_MOST_BLOCK_BYTES = 64 * 1024**2
-"""Four characters of text are a larger number. Iceberg writes 1 MiB."""
-_DATA_MAGIC = {b"Obj\x01": "Avro", b"ORC": "ORC", b"ARROW1": "Arrow"}
-_DATA_ENDINGS = {
-    "Arrow": ("arrow", "arrows", "feather", "ipc"),
-    "Avro": ("avro",),
-    "CSV": ("csv", "psv", "tsv"),
-    "JSON": ("geojson", "json", "jsonl", "ndjson"),
-    "ORC": ("orc",),
-    "XML": ("xml",),
-}
-_KIND_OF_ENDING = {ending: kind for kind, endings in _DATA_ENDINGS.items() for ending in endings}
-_COMPRESSIONS = ("br", "bz2", "deflate", "gz", "lz4", "snappy", "xz", "zip", "zst", "zstd")
-
-
-def _plaintext_kind(location: FileLocation) -> str | None:
-    """Return the format of a file that readers could take for plaintext data; None for other files.
-
-    The content decides if it has magic, else the name.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    with open_source(location) as source:
-        if source.size_bytes == 0:
-            return None
-        start = bytes(source.read_at(0, min(source.size_bytes, 8)))
-    if start.startswith(MAGIC):
-        # It may be encrypted, with a plaintext footer.
-        envelope = _visible_of(location)
-        is_plaintext = envelope is None or envelope.mode is FooterMode.UNENCRYPTED
-        return _PLAINTEXT_PARQUET if is_plaintext else None
-    # Text may begin with these letters.
-    is_stream = start.startswith(_STREAM_MAGIC) and 0 < int.from_bytes(start[4:8], "little") <= _MOST_BLOCK_BYTES
-    if is_stream or (start.startswith(MAGIC_ENCRYPTED_FOOTER) and _is_encrypted(location)):
-        return None
-    for magic, kind in _DATA_MAGIC.items():
-        if start.startswith(magic):
-            return kind
-    *_, ending = endings = location.name.lower().split(".")
-    if ending in _COMPRESSIONS and len(endings) > 1:
-        ending = endings[-2]
-    return _KIND_OF_ENDING.get(ending) if len(endings) > 1 else None
 
 
 def _unreadable(path: str, reason: str) -> FileReport:
@@ -615,8 +424,8 @@ def expected_prefix(
     """Return the AAD prefix that a file must have; which table it seems to be of, its stored prefix may say."""
     stored = None
     if table_name is None and len(keys.configuration.tables) != 1:
-        envelope = check_envelope(source, RuleBook(FILE_SCOPES))
-        stored = None if envelope is None else envelope.aad_prefix
+        with suppress(ParquetFormatError):
+            stored = read_envelope(source).aad_prefix
     return keys.expected_aad_prefix(location, table_name, aad_prefix, stored)
 
 
@@ -695,7 +504,7 @@ def salvage_file(
         deks = column_deks(footer, finder)
         # Where the algorithm was exchanged no page can be read, and that is not what damage looks like.
         check_stated_algorithm(opened, footer, deks)
-        report, _ = verify_source(opened, finder, Expectation(prefix))
+        report, _ = verify_source(opened, finder, Expectation(prefix, path=source.path))
         damage = report.damage
         if damage is None or damage.file_is_lost or (damage.row_groups and not damage.readable_row_groups):
             raise DecryptionError(

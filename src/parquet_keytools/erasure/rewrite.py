@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools.config.settings import values_in_folders
+from parquet_keytools.conformance.data_set import is_table_metadata
 from parquet_keytools.conformance.file_verifier import FileEnd
-from parquet_keytools.conformance.verification import is_table_metadata
 from parquet_keytools.encryption.file_encryption import StreamedFile
 from parquet_keytools.encryption.protection import FooterColumn
 from parquet_keytools.erasure.row_filter import NULL_FOLDER, Condition, FileFilter, parse_filter

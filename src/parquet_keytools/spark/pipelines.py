@@ -22,9 +22,14 @@ import pyarrow as pa
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.conformance import verification
 from parquet_keytools.conformance.data_set import Member
-from parquet_keytools.conformance.file_keys import use_fingerprint_key
+from parquet_keytools.conformance.file_keys import (
+    FileNonces,
+    Invocations,
+    NoncePart,
+    SharedNonces,
+    use_fingerprint_key,
+)
 from parquet_keytools.conformance.file_verifier import FileFacts
-from parquet_keytools.conformance.nonces import FileNonces, Invocations, NoncePart, SharedNonces
 from parquet_keytools.conformance.report import FileReport, RuleResult, Verdict, verdict_of, worst_of
 from parquet_keytools.errors import (
     ConfigurationError,
@@ -949,7 +954,7 @@ class _Verification:
         verifier = verification.MemberVerifier(
             worker.keys, self.table_name, self.aad_prefix, folder if name else None, self.allow_plaintext
         )
-        return verifier.look_at(location, threads=1, nonce_part=nonce_part)
+        return verifier.look_at(location, nonce_part=nonce_part)
 
 
 def _verify(worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification) -> Outcome:
@@ -983,7 +988,7 @@ def _shared_nonces(job: Job, how: _Verification, found: list[_Found], files: lis
 
     shared = SharedNonces(read_again)
     for file in found:
-        shared.add_file(file.name, file.fingerprints, None)
+        shared.add_file(file.name, file.fingerprints)
     return shared
 
 

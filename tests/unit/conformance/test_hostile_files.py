@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import base64
-import io
 import struct
 from collections.abc import Callable
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from memory_files import MemorySource
 from vector_kit.plain_file import plain_bytes
@@ -35,7 +32,6 @@ from vector_kit.vector import (
 from vector_kit.write_kit import data_keys
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance import chunk_verifier
 from parquet_keytools.conformance.file_keys import Expectation
 from parquet_keytools.conformance.file_verifier import verify_source
 from parquet_keytools.conformance.inspection import inspect_source
@@ -266,38 +262,6 @@ def test_an_offset_index_that_cannot_be_read_proves_nothing_about_rows() -> None
     report, _ = verify_source(MemorySource(bytes(data)), None, Expectation(allow_plaintext=True))
     assert broken(report) == {"offset-index"}
     assert report.result("offset-index-rows").outcome is Outcome.NOT_APPLICABLE
-
-
-def test_a_large_page_among_small_ones_does_not_keep_what_was_read_with_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in (("_STEP", 16_384), ("_SMALL_PAGE", 512), ("_BATCH_BYTES", 32_768)):
-        monkeypatch.setattr(chunk_verifier, name, value)
-    table = pa.table({"small": list(range(1000)), "large": [b"x" * 1000, *[None] * 999]})
-    sink = io.BytesIO()
-    options: dict[str, Any] = {"compression": "none", "use_dictionary": False}
-    with pq.ParquetWriter(sink, table.schema, data_page_size=256, write_batch_size=32, **options) as writer:
-        for _ in range(80):
-            writer.write_table(table)
-    data = sink.getvalue()
-    kept = most_kept = 0
-
-    class Piece(bytearray):
-        def __del__(self) -> None:
-            nonlocal kept
-            kept -= len(self)
-
-    class Source(MemorySource):
-        def read_at(self, offset: int, length: int) -> memoryview:
-            nonlocal kept, most_kept
-            kept += length
-            most_kept = max(most_kept, kept)
-            return memoryview(Piece(super().read_at(offset, length)))
-
-    report, _ = verify_source(Source(data), None, Expectation(allow_plaintext=True))
-    assert report.conforms
-    assert len(data) > 800_000
-    assert most_kept < 350_000
 
 
 # --- Required fields ---------------------------------------------------------------------------------------

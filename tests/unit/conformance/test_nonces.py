@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance import file_keys, nonces
-from parquet_keytools.conformance.nonces import FileNonces, NoncePart, SharedNonces, nonce_entry
+from parquet_keytools.conformance import file_keys
+from parquet_keytools.conformance.file_keys import FileNonces, NoncePart, SharedNonces, nonce_entry
 from parquet_keytools.conformance.report import (
     FILE_SCOPES,
     FileReport,
@@ -58,10 +58,8 @@ def repeated(*passes: FileNonces) -> list[str]:
     return [finding.message for finding in result.findings]
 
 
-def outcomes(
-    files: dict[str, tuple[Made, bytes]], *, is_kept: bool = True
-) -> dict[str, tuple[Outcome, list[str]]]:
-    """Compare files, with nonces that are kept or that are read again."""
+def outcomes(files: dict[str, tuple[Made, bytes]]) -> dict[str, tuple[Outcome, list[str]]]:
+    """Compare files."""
     passes = []
 
     def read_again(names: Collection[str], part: NoncePart) -> Iterator[tuple[str, FileNonces | None]]:
@@ -71,10 +69,9 @@ def outcomes(
     shared = SharedNonces(read_again)
     for name, (found, check) in files.items():
         made = made_of(found, check)
-        shared.add_file(name, made.invocations, made if is_kept else None)
+        shared.add_file(name, made.invocations)
     book = RuleBook([Scope.DATA_SET])
     shared.check(book)
-    assert is_kept or passes
     return {
         result.rule.id: (result.outcome, [finding.message for finding in result.findings] + list(result.reasons))
         for result in book.results()
@@ -98,8 +95,8 @@ def test_many_deks_take_little_memory() -> None:
 def test_a_nonce_that_comes_twice_is_found_in_one_of_the_parts(
     monkeypatch: pytest.MonkeyPatch, memory_bytes: int
 ) -> None:
-    monkeypatch.setattr(nonces, "MEMORY_BYTES", memory_bytes)
-    monkeypatch.setattr(nonces, "_BUCKET_BYTES", 10_000)
+    monkeypatch.setattr(file_keys, "MEMORY_BYTES", memory_bytes)
+    monkeypatch.setattr(file_keys, "_BUCKET_BYTES", 10_000)
     found = random_nonces(20_000, 1)
     found.append(found[7_000])
     made = made_of({DEK: found})
@@ -114,7 +111,7 @@ def test_a_nonce_that_comes_twice_is_found_in_one_of_the_parts(
 
 
 def test_one_nonce_for_all_modules_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nonces, "MEMORY_BYTES", 10_000)
+    monkeypatch.setattr(file_keys, "MEMORY_BYTES", 10_000)
     made = made_of({DEK: [b"n" * 12] * 5_000})
     assert made.kept_bytes <= 10_000
     assert made.part.parts == 1
@@ -135,16 +132,12 @@ def test_nonces_of_a_chunk_are_added_at_once() -> None:
     assert repeated(made) == ["it has the nonce of the module at byte 7."]
 
 
-both = pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "read again"])
-
-
-@both
 @pytest.mark.parametrize("memory_bytes", [2**26, 10_000])
-def test_a_nonce_of_two_files_is_found(monkeypatch: pytest.MonkeyPatch, memory_bytes: int, is_kept: bool) -> None:
+def test_a_nonce_of_two_files_is_found(monkeypatch: pytest.MonkeyPatch, memory_bytes: int) -> None:
     first, second = random_nonces(300, 1), random_nonces(300, 2)
     files = {"a": ({DEK: first, OTHER_DEK: second}, b"aaaa"), "b": ({DEK: [*second, first[250]]}, b"bbbb")}
-    monkeypatch.setattr(nonces, "MEMORY_BYTES", memory_bytes)
-    assert outcomes(files, is_kept=is_kept and memory_bytes == 2**26) == {
+    monkeypatch.setattr(file_keys, "MEMORY_BYTES", memory_bytes)
+    assert outcomes(files) == {
         "nonce-shared": (Outcome.BROKEN, ["one module has the same DEK and nonce in a and b."]),
         "invocations-shared": (Outcome.HOLDS, []),
     }
@@ -156,12 +149,11 @@ def test_a_nonce_under_two_deks_is_no_reuse() -> None:
     assert outcomes(files)["nonce-shared"][0] is Outcome.HOLDS
 
 
-@both
-def test_a_copy_is_no_reuse(is_kept: bool) -> None:
+def test_a_copy_is_no_reuse() -> None:
     found = {DEK: random_nonces(10, 1)}
     files = {"a": (found, b"aaaa"), "copy of a": (found, b"aaaa")}
-    assert outcomes(files, is_kept=is_kept)["nonce-shared"][0] is Outcome.HOLDS
-    assert outcomes(files | {"c": (found, b"cccc")}, is_kept=is_kept)["nonce-shared"] == (
+    assert outcomes(files)["nonce-shared"][0] is Outcome.HOLDS
+    assert outcomes(files | {"c": (found, b"cccc")})["nonce-shared"] == (
         Outcome.BROKEN,
         ["10 modules have the same DEK and nonce in a and c."],
     )
@@ -169,9 +161,9 @@ def test_a_copy_is_no_reuse(is_kept: bool) -> None:
 
 def test_invocations_of_all_files_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {f"{number}": ({DEK: random_nonces(10, number)}, b"tag.") for number in range(3)}
-    monkeypatch.setattr(nonces, "MAX_INVOCATIONS", 60)
+    monkeypatch.setattr(file_keys, "MAX_INVOCATIONS", 60)
     assert outcomes(files)["invocations-shared"][0] is Outcome.HOLDS
-    monkeypatch.setattr(nonces, "MAX_INVOCATIONS", 59)
+    monkeypatch.setattr(file_keys, "MAX_INVOCATIONS", 59)
     assert outcomes(files)["invocations-shared"] == (
         Outcome.BROKEN,
         ["one DEK encrypts 30 modules of 3 files, of which 30 are pages."],
@@ -194,7 +186,7 @@ def shared_result(
 
     shared = SharedNonces(read_again)
     for name, found in before.items():
-        shared.add_file(name, made_of(found).invocations, None)
+        shared.add_file(name, made_of(found).invocations)
     book = RuleBook([Scope.DATA_SET])
     shared.check(book)
     (result,) = (result for result in book.results() if result.rule.id == "nonce-shared")
@@ -218,7 +210,7 @@ def test_a_file_that_cannot_be_read_again_is_no_pass() -> None:
 def test_a_file_that_is_another_one_when_it_is_read_again_is_no_pass(
     monkeypatch: pytest.MonkeyPatch, changed: Made, memory_bytes: int
 ) -> None:
-    monkeypatch.setattr(nonces, "MEMORY_BYTES", memory_bytes)
+    monkeypatch.setattr(file_keys, "MEMORY_BYTES", memory_bytes)
     third = random_nonces(300, 3)
     files: dict[str, Made] = {"a": {DEK: FIRST, OTHER_DEK: FIRST}, "b": {DEK: SECOND}, "c": {OTHER_DEK: third}}
     last_part = []
@@ -321,7 +313,7 @@ def test_a_file_that_changes_between_its_passes_is_no_pass(
     is_broken: bool,
 ) -> None:
     path = folder / "a.parquet"
-    monkeypatch.setattr(nonces, "MEMORY_BYTES", 1_000)
+    monkeypatch.setattr(file_keys, "MEMORY_BYTES", 1_000)
     report = keytools.verify_file(path)
     assert report.verdict is Verdict.WEAK  # It has no AAD prefix.
     assert report.result("nonce-reuse").outcome is Outcome.HOLDS
@@ -343,7 +335,7 @@ def test_a_file_that_changes_between_its_passes_is_no_pass(
 def test_a_file_of_a_folder_that_changes_before_it_is_read_again_is_no_pass(
     monkeypatch: pytest.MonkeyPatch, keytools: Keytools, folder: Path, change: str | Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr(nonces, "MEMORY_BYTES", 1_000)
+    monkeypatch.setattr(file_keys, "MEMORY_BYTES", 1_000)
     unchanged = result_of(keytools.verify_folder(folder).rules, "nonce-shared")
     assert (unchanged.outcome, unchanged.reasons) == (Outcome.HOLDS, ())
 
