@@ -72,7 +72,14 @@ from parquet_keytools.encryption.page_walk import (
 )
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import AadPrefixError, DecryptionError, ParquetFormatError
-from parquet_keytools.format.file_layout import ByteSource, ChunkPlaces, Region, RegionKind, regions_of
+from parquet_keytools.format.file_layout import (
+    INDEX_PLACES,
+    ByteSource,
+    ChunkPlaces,
+    Region,
+    RegionKind,
+    regions_at,
+)
 from parquet_keytools.format.pages import PageContents, read_page_contents
 from parquet_keytools.format.partial_footers import shown_metadata
 from parquet_keytools.format.structs import (
@@ -915,10 +922,10 @@ class FileVerifier:
             if decrypted is not None:
                 cipher, plaintext = decrypted
                 metadata = self._parsed(envelope, plaintext)
-        if metadata is None:
-            return None
         if envelope.aad_prefix is None and envelope.supply_aad_prefix and is_authentic:
             book.holds("prefix-expected")
+        if metadata is None:
+            return None
         return OpenedFooter(metadata, cipher.file_aad, cipher, key, is_authentic)
 
     def _file_aads(self, envelope: FooterEnvelope) -> tuple[bytes, ...]:
@@ -1044,10 +1051,14 @@ class FileVerifier:
         table = self._expectation.table
         if table is not None and name in table.settings.value_columns and chunk.has_full_metadata:
             self._kept[name].append(metadata)
-        try:
-            self._regions += regions_of(stored, metadata, *chunk.key, chunk.numbers and chunk.numbers.places)
-        except ParquetFormatError as error:
-            book.broken("layout-range", str(error), chunk.place(ModuleType.COLUMN_META_DATA))
+        if stored.file_path:
+            book.broken("layout-range", "its data lies in another file.", chunk.place(ModuleType.COLUMN_META_DATA))
+            return
+        assert chunk.numbers is not None
+        # An index without a length costs the index alone: no reader can find where it ends.
+        for region in regions_at(chunk.numbers.places, stored.struct.numbers(INDEX_PLACES), *chunk.key):
+            has_length = region.length is not None or region.kind is RegionKind.BLOOM_FILTER
+            self._regions.append(region if has_length else region._replace(length=-1))
 
     def _walk(self, footer: OpenFooter, footer_offset: int) -> None:
         starts = sorted({region.offset for region in self._regions if region.length != 0} | {footer_offset})

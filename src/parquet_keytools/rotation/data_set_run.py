@@ -131,13 +131,23 @@ class EachFile:
             for location in locations:
                 yield location, changed_file(self._change, location)
             return
+        has_ended = False
         for location, found in workers.outcomes(locations):
-            if found is None:
+            if found is None and has_ended:
+                found = FileRotation(str(location), RotationOutcome.NOT_ATTEMPTED)
+            elif found is None:
                 # A large file in this thread, which Ctrl-C interrupts at once.
                 found = changed_file(self._change, location)
             elif isinstance(found, Exception) and not isinstance(found, ChangedMeanwhileError):
                 raise found
+            if isinstance(found, FileRotation) and found.error is not None:
+                has_ended |= _end_of_run(found.error, location) is not None
             yield location, found
+
+
+def _end_of_run(error: KeytoolsError | OSError, path: object) -> KeytoolsError | None:
+    """Return the error that ends a run, because other files would fail, too; None if only this file failed."""
+    return storage_failure(error, path) or kms_failure(error)
 
 
 def outcome_of(location: FileLocation, error: KeytoolsError | OSError) -> FileOutcome:
@@ -183,7 +193,7 @@ def change_data_set(path: FileLocation, change: ChangeFiles, report: RotationRep
         if result.error is not None:
             if options.raises_failures:
                 raise result.error
-            end = storage_failure(result.error, result.path) or kms_failure(result.error)
+            end = _end_of_run(result.error, result.path)
             if end is not None and report.stopped_by is not None:
                 # One file says why the run ends. This one was attempted at the same time, and is unchanged.
                 result = FileRotation(result.path, RotationOutcome.NOT_ATTEMPTED)

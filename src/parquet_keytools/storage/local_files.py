@@ -59,7 +59,9 @@ def _failed(error_number: int, path: object, hint: str) -> StorageFailedError:
 def failing_as_output(target: object, *, only_writing: bool = False) -> Iterator[None]:
     """Turn failures of the storage into errors that name the output.
 
-    With `only_writing`, nothing is read in the block, so that an I/O error concerns the output.
+    Args:
+        target: The output.
+        only_writing: Whether nothing is read in the block, so that an I/O error concerns the output.
 
     Raises:
         StorageFailedError: The storage is full, read-only, or broken.
@@ -212,10 +214,15 @@ def may_give_attributes(file: os.stat_result, folder: os.stat_result) -> bool:
 
 
 def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
-    """Give a new file owner, mode and access list of an old one, as far as this user may; or all attributes.
+    """Give a new file owner, mode and access list of an old one, as far as this user may.
 
     Where the access list cannot be copied, the group loses its permissions: with an access list, the group bits of
     the mode are the most that anyone in the list has, and not what the group has.
+
+    Args:
+        new: File descriptor of the new file.
+        old: File descriptor of the old file.
+        all_attributes: Whether all extended attributes are copied: the new file is a version of the old one.
     """
     found = os.fstat(old)
     mode = stat.S_IMODE(found.st_mode) & 0o777
@@ -299,10 +306,14 @@ def remove_from_folder(location: FileLocation, folder: FolderIdentity | None) ->
 # which only users who may write to the folder may open. It is removed with the lock. A killed process leaves it
 # unlocked.
 
+FOREIGN_LOCK_SECONDS = 60.0
+"""How long to wait for a lock file that this user may not open: its owner may be dead."""
+
 LOCK_NAME = ".parquet-keytools.lock"
 """Name of the lock file; where everyone may write, each user has one, with the user's number in its name."""
 
 _LOCK_NAME = re.compile(r"\.parquet-keytools(\.[0-9]+)?\.lock")
+_POLL_SECONDS = 0.1
 
 _held: contextvars.ContextVar[str | None] = contextvars.ContextVar("parquet_keytools_locked_folder", default=None)
 """The folder that this context has locked."""
@@ -351,7 +362,9 @@ def _locked(folder: Folder) -> tuple[str, int]:
     """Return name and file descriptor of the lock file, locked."""
     found = folder.status()
     name, mode = _name_and_mode(found)
+    deadline = time.monotonic() + FOREIGN_LOCK_SECONDS
     while True:
+        _remove_foreign(folder, found, name)
         try:
             lock = _open_lock(folder, found, name, mode)
         except FileExistsError:
@@ -359,7 +372,10 @@ def _locked(folder: Folder) -> tuple[str, int]:
         except PermissionError:
             if name not in folder.names():
                 raise  # The folder may not be written to.
-            raise _not_ours(folder, name, "belongs to another user, and this one may not open it") from None
+            if time.monotonic() > deadline:
+                raise _not_ours(folder, name, "belongs to another user, and this one may not open it") from None
+            time.sleep(_POLL_SECONDS)
+            continue
         except OSError as error:
             if error.errno not in operating_system.NOT_A_FILE:
                 raise
@@ -368,14 +384,16 @@ def _locked(folder: Folder) -> tuple[str, int]:
             status = os.fstat(lock)
             if not stat.S_ISREG(status.st_mode):
                 raise _not_ours(folder, name, "is not a regular file")
-            if _is_foreign(found, status) or stat.S_IMODE(status.st_mode) & ~mode & 0o077:
-                # Its owner, and others who may open it, could hold it for ever.
-                raise _not_ours(folder, name, "was put there by a user who may not write to the folder")
-            if not operating_system.try_lock(lock):
-                _log.info("waiting for another process that holds the lock %s/%s", folder.path, name)
-                operating_system.wait_for_lock(lock)
-            if os.path.samestat(folder.look(name), os.fstat(lock)):
-                return name, lock
+            if _is_foreign(found, status):
+                pass  # Another user put it there just now.
+            elif stat.S_IMODE(status.st_mode) & ~mode & 0o077:
+                folder.unlink(name)  # Others could hold it for ever.
+            else:
+                if not operating_system.try_lock(lock):
+                    _log.info("waiting for another process that holds the lock %s/%s", folder.path, name)
+                    operating_system.wait_for_lock(lock)
+                if os.path.samestat(folder.look(name), os.fstat(lock)):
+                    return name, lock
         except FileNotFoundError:
             pass
         except BaseException:
@@ -400,6 +418,20 @@ def _is_foreign(folder: os.stat_result, lock: os.stat_result) -> bool:
     if folder.st_mode & stat.S_IWGRP:
         return False
     return lock.st_uid not in (folder.st_uid, operating_system.own_user_id(), 0)
+
+
+def _remove_foreign(folder: Folder, folder_found: os.stat_result, name: str) -> None:
+    """Remove a lock of another user, who could hold it for ever.
+
+    Raises:
+        OutputError: It cannot be removed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if _is_foreign(folder_found, folder.look(name)):
+            try:
+                folder.unlink(name)
+            except (PermissionError, IsADirectoryError):
+                raise _not_ours(folder, name, "was put there by another user") from None
 
 
 def _open_lock(folder: Folder, folder_found: os.stat_result, name: str, mode: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import functools
 import io
 import logging
 import os
@@ -30,7 +29,7 @@ from parquet_keytools.files.table_check import names_in_folders
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.keys.material_store import remove_key_materials
 from parquet_keytools.runtime.presentation import escaped_path
-from parquet_keytools.runtime.threads_and_forks import ExceptionWatch, OwnerProcess, share_with_arrow
+from parquet_keytools.runtime.threads_and_forks import ExceptionWatch, ForkSafeLock, OwnerProcess, share_with_arrow
 from parquet_keytools.storage.local_files import (
     belongs_to_writer,
     exclusive_folder,
@@ -248,8 +247,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = self._root if self._is_rooted else None
-        parts = self._keytools, self._table_name, self._below, root, self._aad_prefix
-        return _restored, (pickle.dumps(parts),)
+        return _restored, (self._keytools, self._table_name, self._below, root, self._aad_prefix)
 
     @property
     def _identity(self) -> tuple[object, str | None, pafs.FileSystem, FileLocation | None, str | bytes | None]:
@@ -666,10 +664,11 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 f"{source} is not moved: only Parquet files are.",
                 hint="Move folders and links in the file system below. Files keep their keys there.",
             )
-        if source.is_same_file(target):
-            raise OutputError(f"{source} and {target} are the same file.", hint="Name another place.")
         if target.is_folder():
             path2 = f"{str(self._strip_protocol(path2)).rstrip('/')}/{source.name}"
+            target = self._location(path2)
+        if source.is_same_file(target):
+            raise OutputError(f"{source} and {target} are the same file.", hint="Name another place.")
         self.cp_file(path1, path2)
         self.rm_file(path1)
 
@@ -774,13 +773,27 @@ class PlainView(KeytoolsFileSystem):
         return stripped.strip("/") if isinstance(stripped, str) else stripped
 
 
-@functools.lru_cache(maxsize=16)
-def _restored(pickled: bytes) -> KeytoolsFileSystem:
+_MOST_RESTORED = 16
+_restored_before: list[KeytoolsFileSystem] = []
+_restored_lock = ForkSafeLock()
+
+
+def _restored(
+    keytools: _MakesFileSystems,
+    table_name: str | None,
+    below: Any,
+    root: FileLocation | None,
+    aad_prefix: str | bytes | None,
+) -> KeytoolsFileSystem:
     """Return one file system for all tasks of a worker process, which share KEKs and connections."""
-    keytools, table_name, below, root, aad_prefix = pickle.loads(pickled)  # noqa: S301 - part of what is being read
-    made: KeytoolsFileSystem
     if root is None:
         made = keytools.filesystem(table_name, below)
     else:
         made = keytools.view(root, table_name=table_name, aad_prefix=aad_prefix)
+    with _restored_lock:
+        for restored in _restored_before:
+            if restored == made:
+                return restored
+        _restored_before.append(made)
+        del _restored_before[:-_MOST_RESTORED]
     return made

@@ -149,6 +149,23 @@ def test_what_is_left_of_a_signature_shows_that_the_algorithm_was_removed(change
     assert broken(verified(changed_plain(lambda _: None), Expectation(allow_plaintext=True))) == set()
 
 
+@pytest.mark.parametrize("entry", [None, (WireType.I64, 40)], ids=["missing", "of another type"])
+def test_an_index_without_a_length_costs_the_index_alone(entry: Any) -> None:
+    """No reader can find its end, so nothing of it can be checked: that is no file that conforms."""
+
+    def change(metadata: FileMetaData) -> None:
+        groups = metadata.row_groups
+        chunks = groups[0].columns
+        chunks[1].struct.set_entry(ColumnChunk.column_index_length.field_id, entry)
+        groups[0].columns = chunks
+        metadata.row_groups = groups
+
+    report = verified(changed_plain(change), Expectation(allow_plaintext=True))
+    assert "layout-range" in broken(report) and not report.conforms
+    assert [index[:2] for index in report.damage.damaged_indexes] == [(0, 1)]
+    assert not report.damage.losses
+
+
 def test_row_groups_do_not_have_fewer_than_no_rows() -> None:
     def footer(metadata: FileMetaData) -> None:
         groups = metadata.row_groups

@@ -99,6 +99,7 @@ def test_missing(location: FileLocation) -> None:
         (b'{"footerKey": "{}"}', "'footerKey': .*keyMaterialType: is missing"),
         (b'{"footerKey": ""}', "'footerKey': .*not valid JSON"),
         (TWICE, "a reference is repeated"),
+        (b"{" + b'"" :"",' * (1 << 21) + b'"" :""}', "not valid JSON"),
         (b'{"a":' * 20_000, "whose values are strings"),
         (b'{"a": ' + b"9" * 5000 + b"}", "whose values are strings"),
         *((text.encode(), "not valid JSON") for text in BROKEN),

@@ -132,3 +132,39 @@ def test_what_the_next_file_would_meet_too_ends_a_run_over_one_after_the_other(
         Outcome.NOT_ATTEMPTED: 2,
     }
     assert report.stopped_by is not None and not report.succeeded
+
+
+@pytest.mark.parametrize("error", [FULL, SILENT], ids=["full disk", "silent KMS"])
+def test_no_large_file_is_begun_after_an_error_that_ends_the_run(
+    folder: FileLocation, error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker processes leave large files to the main process, also those that they were given before the error."""
+
+    class Workers:
+        processes = 2
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __enter__(self) -> Workers:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def outcomes(self, locations: Iterator[FileLocation]) -> Iterator[tuple[FileLocation, FileOutcome | None]]:
+            first, *others = locations
+            yield first, FileRotation.failed(str(first), error)
+            yield from ((location, None) for location in others)
+
+    monkeypatch.setattr(data_set_run, "FileWorkers", Workers)
+    monkeypatch.setattr(data_set_run, "may_start_processes", lambda: True)
+    begun: list[FileLocation] = []
+
+    def change(location: FileLocation) -> FileRotation:
+        begun.append(location)
+        return FileRotation(str(location), Outcome.ROTATED)
+
+    report = run(folder, EachFile(change))
+    assert not begun and report.stopped_by is not None
+    assert report.counts == {Outcome.FAILED: 1, Outcome.NOT_ATTEMPTED: len(NAMES) - 1}

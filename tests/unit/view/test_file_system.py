@@ -189,6 +189,13 @@ def test_methods_take_arguments_by_position_as_fsspec_has_them(tmp_path: Path) -
     assert files_in(tmp_path) == [tmp_path / "y.parquet"]
 
 
+def test_a_mark_that_is_moved_into_its_own_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "_SUCCESS").touch()
+    with pytest.raises(OutputError, match="are the same file"):
+        tools().filesystem().mv(str(tmp_path / "_SUCCESS"), str(tmp_path))
+    assert files_in(tmp_path) == [tmp_path / "_SUCCESS"]
+
+
 @pytest.mark.parametrize("settings", [{"aad_prefix": "{file_name}"}, {"key_material": "external"}])
 @pytest.mark.parametrize("method", ["mv", "cp_file", "copy", "arrow move", "arrow copy"])
 def test_a_file_that_is_bound_to_its_name_is_readable_under_another_one(
