@@ -165,6 +165,13 @@ def test_a_missing_key_is_never_created_even_by_a_token_that_may(openbao: OpenBa
     assert not openbao.has_key("mistyped") and not openbao.has_key(name)
 
 
+@pytest.mark.parametrize("name", ["../../transit/keys/elsewhere", "a/../elsewhere", "elsewhere/../elsewhere"])
+def test_no_key_is_created_under_a_name_that_leads_elsewhere(openbao: OpenBao, name: str) -> None:
+    with vault_kms(openbao, token=openbao.root_token) as kms, pytest.raises(MasterKeyNotFoundError, match="name"):
+        kms.create_master_key(name)
+    assert not openbao.has_key("elsewhere")
+
+
 def test_a_missing_key_is_not_created_by_a_token_that_may_create_but_not_read(openbao: OpenBao) -> None:
     name = openbao.new_name()
     policy = openbao.write_policy({"transit/encrypt/*": ["create", "update"]})

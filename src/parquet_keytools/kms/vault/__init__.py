@@ -146,6 +146,9 @@ class VaultKms(RemoteKmsClient):
         return self._operation("describe").call(master_key_id, read).description()
 
     def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
+        if not _is_key_name(master_key_id):
+            # It would lead out of the keys of the mount point.
+            raise _NO_KEY_NAME.error()
         path = f"/v1/{self.settings.mount_point}/keys/{master_key_id}"
         content = {"type": _TYPES[0], "derived": self._context is not None}
         self._operation("create").call(
