@@ -913,7 +913,7 @@ def why_unconditional(location: FileLocation) -> str | None:
 
     if can_reach(location.filesystem):
         return None
-    return "with access keys, and without a proxy or a role that Arrow assumes, the store would copy the data"
+    return "with access keys, no proxy, and no role that Arrow assumes, the store would copy the data"
 
 
 COPIED_IN_KERNEL = "copied in the kernel"
