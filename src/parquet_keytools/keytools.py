@@ -73,8 +73,8 @@ class Keytools(Summarised):
     - `keep_results`: whether a report lists all files, or only failed ones: a million files take memory.
     - `on_file`: called with the outcome of each file.
     - `follow_links`: whether to change files outside `path` that links lead to. If not, they count as failed.
-    - `list_key`: the master key of lists of files; None for the footer key of the table. Anyone who may unwrap
-      keys with it can forge a list.
+    - `list_key`: the master key of lists of files; None for the footer key of the table. Anyone who can
+      unwrap keys with it can forge a list.
 
     A file or folder that does not exist is a `FileNotFoundError`, a folder without Parquet files a
     `NoParquetFilesError`. Whatever else is wrong with a file or its keys is a subclass of `KeytoolsError`.

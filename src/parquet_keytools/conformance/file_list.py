@@ -101,7 +101,7 @@ def listed_files(members: Sequence[Member]) -> dict[str, ListedFile]:
 class ListKeeper:
     """Reads and writes lists with the keys of a configuration.
 
-    Anyone who may unwrap keys with the master key of a list can forge lists under it.
+    Anyone who can unwrap keys with the master key of a list can forge lists under that key.
     """
 
     def __init__(self, keys: KeyService, table_name: str | None, key_name: str | None) -> None:

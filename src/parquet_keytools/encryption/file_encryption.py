@@ -660,12 +660,12 @@ Index = tuple[Struct, int, bytes]
 
 
 class StreamedFile:
-    """An encrypted file written row group by row group: no more than one is held.
+    """An encrypted file written row group by row group: at most one is held in memory.
 
-    Takes plaintext Parquet files of one schema, and makes their row groups those of one encrypted file.
+    It takes plaintext Parquet files of one schema and encrypts their row groups into one file.
 
-    Page indexes are held until the end, and lie together before the footer: readers take those of many row groups
-    by one read.
+    Page indexes are held until the end and written together before the footer, so that a reader gets the indexes
+    of many row groups with one read.
     """
 
     def __init__(self, sink: ByteSink, encryption: FileEncryption, template: ByteSource):

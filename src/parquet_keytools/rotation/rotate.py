@@ -789,7 +789,7 @@ def check_new_tail(
     with proving("the new footer", source.path):
         new = read_envelope(source).open(footer_dek, aad_prefix)
     if _content(new, {}) != _content(old, new_key_metadata):
-        raise OutputError(f"{source.path}: the new footer is not that of the file.", hint=REFUSED_HINT)
+        raise OutputError(f"{source.path}: the new footer does not match the file.", hint=REFUSED_HINT)
 
 
 def check_read_back(source: ByteSource, offset: int, written: bytes) -> None:

@@ -487,8 +487,8 @@ def decrypt(
     First, tasks open all files: a file that has the keys of another one is a copy, and fails. With
     `plaintext_files: allow`, plaintext files are copied.
 
-    Without `table_name`, files may be of any table; `aad_prefix` is the AAD prefix that they must have. Other
-    arguments and errors are those of `encrypt`.
+    Without `table_name`, files may be of any table; `aad_prefix` is the AAD prefix that they must have. For the
+    other arguments and the errors, see `encrypt`.
     """
     target_place = place_of(target)
     target_root = node_location(target_place)
@@ -746,7 +746,7 @@ def rekey(
     Each file is replaced in one step. One that fails stays as it is, and is in the report. A second run encrypts
     all files once more; a task that Spark tries again may do so with the files that were done.
 
-    Arguments and errors are those of `rotate` and `encrypt`.
+    For arguments and errors, see `rotate` and `encrypt`.
     """
     with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         new_table_name, _ = job.configuration.select_table(table_name)
@@ -796,7 +796,7 @@ def keys(
     """List which master keys, and versions of them, each file of a data set depends on; nothing is changed.
 
     Encrypted files that readers of data sets pass over for their names count as failed, unless `ignore_skipped`:
-    which keys they need is unknown. Other arguments and errors are those of `rotate` and `encrypt`.
+    which keys they need is unknown. For the rest, see `rotate` and `encrypt`.
     """
     with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         files, left_out, others = _listed(job.root)
@@ -882,7 +882,7 @@ def verify(
 
     The files must follow the policy of the table `table_name`, and have `part_count` parts, numbered from 0, where
     that is known. `allow_plaintext` has globs of paths within the folder of accepted plaintext files; `*` matches
-    `/`, too. Other arguments and errors are those of `rotate` and `encrypt`.
+    `/`, too. For the rest, see `rotate` and `encrypt`.
     """
     with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         if table_name is not None:

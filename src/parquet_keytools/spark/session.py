@@ -116,7 +116,7 @@ def configure_session(
     All sessions of its SparkContext do so from then on; data frames that were read before do not. With Spark
     Connect nothing can be set from here: then this checks that the server was started with `session_settings`.
 
-    Arguments are those of `configure`.
+    For the arguments, see `configure`.
 
     Returns:
         The same session.
@@ -232,7 +232,7 @@ def session_settings(
 ) -> dict[str, str]:
     """Return what `configure` sets, for `spark-defaults.conf` or where else sessions are set up.
 
-    There is no secret in it. Arguments and errors are those of `configure`.
+    It contains no secret. For arguments and errors, see `configure`.
     """
     if not isinstance(configuration, Configuration):
         configuration = load_configuration(configuration)
