@@ -1,7 +1,7 @@
 """Short programs end with their exit status, whatever threads of Arrow still hold of ours.
 
-Each is a process of its own, for only the end of an interpreter shows it: alone, and beside twice as many busy
-processes as there are cores, or in a soak four times as many.
+Each is a process of its own, for only the end of an interpreter shows it: alone, and beside four times as many
+busy processes as there are cores.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def busy() -> Iterator[None]:
     """Keep all cores busy."""
     command = [sys.executable, "-c", f"import os\nwhile os.getppid() == {os.getpid()}: pass"]
-    processes = [subprocess.Popen(command) for _ in range((4 if SOAK else 2) * (os.cpu_count() or 1))]
+    processes = [subprocess.Popen(command) for _ in range(4 * (os.cpu_count() or 1))]
     yield
     for process in processes:
         process.kill()

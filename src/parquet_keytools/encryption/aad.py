@@ -77,23 +77,23 @@ _pack_two_ordinals = struct.Struct("<B2h").pack
 _pack_three_ordinals = struct.Struct("<B3h").pack
 
 _CHOSEN_BY_VALUES = (ModuleType.DATA_PAGE, ModuleType.DICTIONARY_PAGE)
-"""Modules whose bytes are those of values; whoever has values written chooses them."""
+"""Modules that hold values: a user who chooses the values of a file chooses their bytes."""
 
 
 _OTHERS_THAN_FOOTERS = tuple(ModuleType)[1:]
 
 
 def module_behind(prefix: bytes, file_unique: bytes) -> ModuleType | None:
-    """Return the type of the module whose AAD makes that of a footer; None where none does.
+    """Return the type of the module whose AAD is equal to the AAD of a footer; None if there is none.
 
-    The AAD of a footer ends with one byte 0, and so does that of other modules whose last ordinal is below 256. So
-    the AAD of a data page is that of a footer whose file unique takes in what stands before the 0: whoever chooses
-    values, and can write to the storage, could have a page pass for a footer. Of random bytes of such a length,
-    less than 3 % look so.
+    The AAD of a footer ends with one byte 0, and so does the AAD of other modules whose last ordinal is below 256.
+    So the AAD of a data page equals the AAD of a footer whose file unique contains the bytes before the 0: an
+    attacker who chooses values, and can write to the storage, could have a page pass for a footer. Less than 3 %
+    of random file uniques of such a length look like that.
 
-    He can also move bytes from there to the AAD prefix, so that the file unique has 8 bytes again. Then only the
-    end of both tells, and random bytes must not: pages are looked for alone, of row groups and columns below 256.
-    Fewer than 2 in 100,000 files that store a prefix look so.
+    The attacker can also move bytes from there to the AAD prefix, so that the file unique has 8 bytes again. Then
+    only the end of both shows it. Random bytes must not be mistaken for that, so only pages of row groups and
+    columns below 256 are looked for: fewer than 2 in 100,000 files that store a prefix are.
 
     Args:
         prefix: The AAD prefix; empty where there is none.

@@ -35,6 +35,7 @@ from parquet_keytools.storage.local_files import (
     exclusive_folder,
     failing_as_output,
     refuse_in_child,
+    state_of_local,
 )
 from parquet_keytools.storage.locations import (
     OBJECT_STORES,
@@ -669,8 +670,19 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             target = self._location(path2)
         if source.is_same_file(target):
             raise OutputError(f"{source} and {target} are the same file.", hint="Name another place.")
+        version = self._version(path1)
         self.cp_file(path1, path2)
+        if self._version(path1) != version:
+            raise OutputError(
+                f"{source} was replaced while it was moved. It stays, and {target} has the earlier content.",
+                hint="Remove the copy, then move the file again.",
+            )
         self.rm_file(path1)
+
+    def _version(self, path: str) -> tuple[object, ...]:
+        """Return what differs when a file was replaced, on a local disk even within the same moment."""
+        location = self._location(path)
+        return self.ukey(path), *(state_of_local(location.path) if location.is_local else ())
 
 
 def _is_link(location: FileLocation) -> bool:

@@ -189,6 +189,22 @@ def test_methods_take_arguments_by_position_as_fsspec_has_them(tmp_path: Path) -
     assert files_in(tmp_path) == [tmp_path / "y.parquet"]
 
 
+def test_a_file_that_is_replaced_while_it_is_moved_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keytools = tools()
+    filesystem, old = keytools.filesystem(), tmp_path / "x.parquet"
+    keytools.write_table(TABLE, old)
+    copy = filesystem.cp_file
+
+    def copied_and_replaced(*arguments: Any, **options: Any) -> None:
+        copy(*arguments, **options)
+        keytools.write_table(TABLE.slice(0, 7), old)
+
+    monkeypatch.setattr(filesystem, "cp_file", copied_and_replaced)
+    with pytest.raises(OutputError, match="was replaced while it was moved"):
+        filesystem.mv(str(old), str(tmp_path / "y.parquet"))
+    assert keytools.read_table(old).num_rows == 7
+
+
 def test_a_mark_that_is_moved_into_its_own_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "_SUCCESS").touch()
     with pytest.raises(OutputError, match="are the same file"):
