@@ -177,7 +177,7 @@ def test_what_was_written_is_looked_at(tmp_path: Path, plaintext_footer: bool) -
     with pytest.raises(OutputError, match="cannot be read"):
         check(data + new, SecretBytes.random(128))
     footer.metadata.num_rows += 1
-    with pytest.raises(OutputError, match="not that of the file"):
+    with pytest.raises(OutputError, match="does not match the file"):
         check(data + new)
 
 
@@ -250,14 +250,14 @@ def test_a_footer_that_says_anything_else_is_refused(tmp_path: Path, plaintext_f
     assert old.metadata.serialise() == before, "the footer that the new one is compared with was changed"
     other_keys = [{}, {**new_key_metadata, a: b"k"}, {**new_key_metadata, footer_key: b"k"}, {a: b, b: a}]
     for other in other_keys:
-        with pytest.raises(OutputError, match="not that of the file"):
+        with pytest.raises(OutputError, match="does not match the file"):
             check(new_tail(tail, old, other))
-        with pytest.raises(OutputError, match="not that of the file"):
+        with pytest.raises(OutputError, match="does not match the file"):
             check(right, other)
     for name, make in DIFFERENCES.items():
         different = opened_footer(case, path)
         make(different)
-        with pytest.raises(OutputError, match="not that of the file"):
+        with pytest.raises(OutputError, match="does not match the file"):
             check(new_tail(tail, different, new_key_metadata))
             pytest.fail(f"accepted: {name}")
     check(right)
@@ -275,7 +275,7 @@ def test_what_comes_before_an_encrypted_footer_stays(tmp_path: Path) -> None:
     new = with_trailer(crypto_metadata.serialise() + footer_of(new)[end:], MAGIC_ENCRYPTED_FOOTER)
     dek = footer.cipher._dek  # type: ignore[union-attr]
 
-    with pytest.raises(OutputError, match="not that of the file"):
+    with pytest.raises(OutputError, match="does not match the file"):
         check_new_tail(BufferSource("x", data + new), len(data), new, dek, None, footer, {})
 
 
@@ -295,7 +295,7 @@ def test_the_aad_prefix_stays_where_there_may_be_another_one(tmp_path: Path, pla
         new = new_tail(tail, dataclasses.replace(old, cipher=ModuleCipher(dek, file_aad)), {})
         source = BufferSource("x", data + new)
         expected = ExpectedAadPrefix((old.aad_prefix, old.aad_prefix.replace(b"one", b"two")))
-        with contextlib.nullcontext() if is_right else pytest.raises(OutputError, match="not that of the file"):
+        with contextlib.nullcontext() if is_right else pytest.raises(OutputError, match="does not match the file"):
             check_new_tail(source, len(data), new, dek, expected, old, {})
 
 
@@ -314,7 +314,7 @@ def test_a_serialiser_that_loses_a_field_does_not_prove_itself(
 
     monkeypatch.setattr(FileMetaData, "serialise", lossy)
     (file,) = case.tools().rotate(path).files
-    assert isinstance(file.error, OutputError) and "not that of the file" in str(file.error)
+    assert isinstance(file.error, OutputError) and "does not match the file" in str(file.error)
     assert path.read_bytes() == before
     assert "The file is as it was" in file.error.hint and "`verify`, and rotate it again" in file.error.hint
 
