@@ -140,9 +140,9 @@ def nothing_named(folder: Path) -> bool:
     """Return whether there is nothing in a folder: no file, and no folder named after a value."""
     # A thread of Arrow may still remove its folder when another thread's error has been raised, also while it is
     # walked here: `Path.rglob` would fail then.
-    if not _names_in(folder):
-        return True
-    time.sleep(2)
+    deadline = time.monotonic() + 20
+    while _names_in(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
     return not _names_in(folder)
 
 
