@@ -85,11 +85,7 @@ class Span:
         self._change(lambda span: span.add_event(name, _named(attributes)))
 
     def failed(self, kind: str) -> None:
-        """Mark the span as failed.
-
-        Args:
-            kind: Name of the error class.
-        """
+        """Mark the span as failed, with the name of an error class."""
 
         def fail(span: Any) -> None:
             span.set_attribute("error.type", kind)

@@ -36,12 +36,12 @@ OPTIONAL = [
 WITH_EXTRAS = [
     "iceberg/*.py",
     "fsspec_chain.py",
-    "kms/aws/*.py",
-    "kms/azure/*.py",
-    "kms/gcp/*.py",
+    "kms/aws.py",
+    "kms/azure.py",
+    "kms/gcp.py",
     "kms/http_session.py",
-    "kms/vault/*.py",
-    "kms/pkcs11/*.py",
+    "kms/vault.py",
+    "kms/pkcs11.py",
     # For the tests of third parties, which have pytest.
     "kms/contract_tests.py",
     "rotation/s3_*.py",

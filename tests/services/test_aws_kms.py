@@ -57,8 +57,7 @@ from parquet_keytools.errors import (
     TableMismatchError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.aws import AwsKms
-from parquet_keytools.kms.aws.connection import AwsSettings
+from parquet_keytools.kms.aws import AwsKms, AwsSettings
 from parquet_keytools.kms.client import KmsClient, MasterKeyDescription, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract, _shown, rewrap_one, unwrap_one, wrap_one
 from parquet_keytools.secret_bytes import SecretBytes
@@ -1200,7 +1199,7 @@ def test_documented_errors_are_there() -> None:
     """Each code of the documentation's table ends in the class that stands beside it."""
     from botocore.exceptions import ClientError
 
-    from parquet_keytools.kms.aws.connection import aws_error
+    from parquet_keytools.kms.aws import aws_error
 
     section = DOCUMENTATION.read_text(encoding="utf-8").partition("## What errors mean")[2]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.M)

@@ -36,8 +36,7 @@ from parquet_keytools.errors import (
     MasterKeyNotTrustedError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.azure import AzureKms
-from parquet_keytools.kms.azure.connection import AzureSettings
+from parquet_keytools.kms.azure import AzureKms, AzureSettings
 from parquet_keytools.kms.client import KmsClient, WrapRequest
 from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract, unwrap_one, wrap_one
 from parquet_keytools.secret_bytes import SecretBytes

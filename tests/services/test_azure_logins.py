@@ -15,8 +15,7 @@ from azure_fake import ENTRA, FakeVault, fake_vault, rsa_key
 from cryptography.hazmat.primitives import serialization
 
 from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.azure import AzureKms
-from parquet_keytools.kms.azure.connection import AzureSettings
+from parquet_keytools.kms.azure import AzureKms, AzureSettings
 from parquet_keytools.kms.contract_tests import CANARY, unwrap_one, wrap_one
 
 APPLICATION = {"tenant_id": "a-tenant", "client_id": "an-application"}

@@ -51,8 +51,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.kms import gcp
 from parquet_keytools.kms.client import KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract, unwrap_one, wrap_one
-from parquet_keytools.kms.gcp import GcpKms, GcpSettings, crc32c
-from parquet_keytools.kms.gcp.connection import TokenSource, load_credentials, open_client
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings, TokenSource, crc32c, load_credentials, open_client
 from parquet_keytools.secret_bytes import SecretBytes
 
 CANARY_TEXT = "a key to be looked for"
@@ -541,8 +540,8 @@ from gcp_fake import KEY_RING, fake_gcp_kms
 from parquet_keytools.kms.contract_tests import CANARY
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
 from parquet_keytools.kms.gcp import GcpKms, GcpSettings
-from parquet_keytools.kms.gcp.connection import open_client
-from parquet_keytools.kms.gcp.connection import TokenSource, load_credentials
+from parquet_keytools.kms.gcp import open_client
+from parquet_keytools.kms.gcp import TokenSource, load_credentials
 
 name = f"{KEY_RING}/cryptoKeys/one"
 with fake_gcp_kms("one") as server:

@@ -23,7 +23,7 @@ from openbao import OpenBao
 
 from parquet_keytools.errors import KmsError
 from parquet_keytools.iceberg import IcebergKeyManagementClient
-from parquet_keytools.kms.gcp.connection import open_client
+from parquet_keytools.kms.gcp import open_client
 
 PAGE = (Path(__file__).parents[2] / "docs" / "iceberg.md").read_text(encoding="utf-8")
 

@@ -23,20 +23,16 @@ from parquet_keytools.errors import (
     MasterKeyDisabledError,
     MasterKeyNotFoundError,
 )
-from parquet_keytools.kms.aws import AwsKms
-from parquet_keytools.kms.aws.connection import AwsSettings
-from parquet_keytools.kms.azure import AzureKms
-from parquet_keytools.kms.azure.connection import AzureSettings
+from parquet_keytools.kms.aws import AwsKms, AwsSettings
+from parquet_keytools.kms.azure import AzureKms, AzureSettings
 from parquet_keytools.kms.client import KmsClient, SingleKeyKmsClient, UnwrapRequest
 from parquet_keytools.kms.contract_tests import unwrap_one, wrap_one
-from parquet_keytools.kms.gcp import GcpKms
-from parquet_keytools.kms.gcp.connection import GcpSettings
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.keystore_file import Keystore, KeystoreKms
 from parquet_keytools.kms.named import NamedKmss
 from parquet_keytools.kms.pkcs11 import Pkcs11Kms, Pkcs11Settings
-from parquet_keytools.kms.vault import VaultKms
-from parquet_keytools.kms.vault.connection import VaultSettings
+from parquet_keytools.kms.vault import VaultKms, VaultSettings
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY = SecretBytes(bytes(range(32)))

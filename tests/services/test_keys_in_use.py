@@ -12,8 +12,7 @@ from openbao import OpenBao
 from rotation_case import TABLE, Case, materials
 
 from parquet_keytools.errors import KeytoolsError
-from parquet_keytools.kms.vault import VaultKms
-from parquet_keytools.kms.vault.connection import VaultSettings
+from parquet_keytools.kms.vault import VaultKms, VaultSettings
 from parquet_keytools.rotation.report import Outcome
 
 KINDS: dict[str, dict[str, Any]] = {

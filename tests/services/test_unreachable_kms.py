@@ -15,17 +15,13 @@ from parquet_keytools import parse_configuration
 from parquet_keytools.cli import app
 from parquet_keytools.configuration_check import with_short_timeout
 from parquet_keytools.errors import KmsUnavailableError
-from parquet_keytools.kms.aws import AwsKms
-from parquet_keytools.kms.aws.connection import AwsSettings
-from parquet_keytools.kms.azure import AzureKms
-from parquet_keytools.kms.azure.connection import AzureSettings
+from parquet_keytools.kms.aws import AwsKms, AwsSettings
+from parquet_keytools.kms.azure import AzureKms, AzureSettings
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.contract_tests import wrap_one
-from parquet_keytools.kms.gcp import GcpKms
-from parquet_keytools.kms.gcp.connection import GcpSettings
+from parquet_keytools.kms.gcp import GcpKms, GcpSettings
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
-from parquet_keytools.kms.vault import VaultKms
-from parquet_keytools.kms.vault.connection import VaultSettings
+from parquet_keytools.kms.vault import VaultKms, VaultSettings
 from parquet_keytools.secret_bytes import SecretBytes
 
 CRYPTO_KEY = "projects/p/locations/l/keyRings/r/cryptoKeys/k"

@@ -38,8 +38,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.client import UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import rewrap_one, unwrap_one, wrap_one
-from parquet_keytools.kms.vault import VaultKms
-from parquet_keytools.kms.vault.connection import VaultSettings
+from parquet_keytools.kms.vault import VaultKms, VaultSettings
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY = SecretBytes(b"CANARY-key-bytes")

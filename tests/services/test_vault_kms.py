@@ -38,8 +38,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.client import KmsClient, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.contract_tests import KmsClientContract, rewrap_one, unwrap_one, wrap_one
-from parquet_keytools.kms.vault import VaultKms
-from parquet_keytools.kms.vault.connection import VaultServer, VaultSettings, open_session
+from parquet_keytools.kms.vault import VaultKms, VaultServer, VaultSettings, open_session
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY = SecretBytes(bytes(range(16)))
@@ -504,7 +503,7 @@ def test_a_revoked_token_of_a_login_is_replaced_once_for_all_threads(
     with vault_kms(openbao, **approle(openbao.write_policy(rules(ALL, name)))) as kms:
         wrap_one(kms, KEY, name)
         seen = requests_seen(kms)
-        held = kms._connection.get().session._held
+        held = kms._connection.get()._held
         assert held is not None
         openbao.revoke_token(held.value.get_secret_value())
         threads = [threading.Thread(target=wrap_one, args=(kms, KEY, name)) for _ in range(16)]
@@ -562,7 +561,7 @@ def test_closing_revokes_what_a_login_gave(openbao: OpenBao, approle: Callable[.
     name = openbao.create_key()
     kms = vault_kms(openbao, **approle(openbao.write_policy(rules(ALL, name))))
     wrap_one(kms, KEY, name)
-    held = kms._connection.get().session._held
+    held = kms._connection.get()._held
     assert held is not None
     token = held.value.get_secret_value()
     assert openbao.token_is_valid(token)
@@ -957,7 +956,7 @@ def test_nothing_shows_tokens_and_keys(
     with vault_kms(openbao, **login) as kms:
         wrapped = wrap_one(kms, key, name)
         assert unwrap_one(kms, wrapped, name) == key
-        session = kms._connection.get().session
+        session = kms._connection.get()
         assert session._held is not None
         token = session._held.value.get_secret_value()
         with pytest.raises(KmsError):

@@ -27,11 +27,7 @@ def wrap_by(cipher: AESGCM, key: SecretBytes, aad: bytes) -> str:
 
 
 def unwrap_key(wrapping_key: SecretBytes, wrapped_key: str, aad: bytes) -> SecretBytes:
-    """Return the key that `wrap_key` wrapped.
-
-    Raises:
-        InvalidTag: It was wrapped with another key or AAD, is damaged, or is not base64.
-    """
+    """Return the key that `wrap_key` wrapped; raise `InvalidTag` for any other text."""
     try:
         data = strict_base64.decode(wrapped_key)
     except ValueError:
@@ -40,11 +36,7 @@ def unwrap_key(wrapping_key: SecretBytes, wrapped_key: str, aad: bytes) -> Secre
 
 
 def unwrap_bytes(cipher: AESGCM, data: bytes, aad: bytes) -> SecretBytes:
-    """Return the key in nonce, ciphertext and tag.
-
-    Raises:
-        InvalidTag: It was wrapped with another key or AAD, or is damaged.
-    """
+    """Return the key in nonce, ciphertext and tag; raise `InvalidTag` if another key or AAD wrapped it."""
     if len(data) < ADDED_LENGTH:
         raise InvalidTag
     return SecretBytes(cipher.decrypt(data[:_NONCE_LENGTH], data[_NONCE_LENGTH:], aad))

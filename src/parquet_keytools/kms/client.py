@@ -194,13 +194,6 @@ class CallerIdentity(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True)
-class _KeyRequest:
-    """A request about a master key itself, for the audit log."""
-
-    master_key_id: str
-
-
 def mistake_in_key(answer: object) -> str:
     """Return why an answer cannot be an unwrapped key, or an empty string."""
     if isinstance(answer, SecretBytes) and len(answer) in KEY_LENGTHS_BYTES:
@@ -216,11 +209,7 @@ def mistake_in_wrapped_key(text: object) -> str:
 
 
 def checked_key(data: object) -> SecretBytes:
-    """Return the key that the KMS sent.
-
-    Raises:
-        KmsResponseInvalidError: It is not bytes, or does not have the length of a key.
-    """
+    """Return the key that the KMS sent, or raise `KmsResponseInvalidError`."""
     key = SecretBytes(data if isinstance(data, bytes) else b"")
     if mistake := mistake_in_key(key):
         raise KmsResponseInvalidError(mistake)
@@ -386,33 +375,24 @@ class KmsClient(ABC):
         """
         request = WrapRequest(key, master_key_id)
         request.refuse_other_lengths()
-
-        def wrap() -> str:
-            self._refuse_raw_form()
-            return strict_base64.encode(self._wrap_raw(key, master_key_id))
-
-        def send(_: Sequence[WrapRequest]) -> list[str | KmsError]:
-            return [self._outcome("wrap", master_key_id, wrap)]
-
-        answer = self._many("wrap", [request], send, mistake_in_wrapped_key)[0]
-        return strict_base64.decode(value_or_raise(answer))
+        wrap = lambda: strict_base64.encode(self._wrap_raw(key, master_key_id))  # noqa: E731
+        return strict_base64.decode(self._raw("wrap", request, wrap, mistake_in_wrapped_key))
 
     def unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
         """Unwrap a key that `wrap_raw`, or another program with the same KMS, wrapped. Errors are the same."""
         request = UnwrapRequest(strict_base64.encode(wrapped_key), master_key_id)
+        return self._raw("unwrap", request, lambda: self._unwrap_raw(wrapped_key, master_key_id), mistake_in_key)
 
-        def unwrap() -> SecretBytes:
-            self._refuse_raw_form()
-            return self._unwrap_raw(wrapped_key, master_key_id)
+    def _raw(self, operation: str, request: R, call: Callable[[], T], mistake_in: Callable[[object], str]) -> T:
+        def checked() -> T:
+            if obstacle := self._raw_obstacle():
+                raise KmsConfigurationError(obstacle)
+            return call()
 
-        def send(_: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
-            return [self._outcome("unwrap", master_key_id, unwrap)]
+        def hook(_: Sequence[R]) -> list[T | KmsError]:
+            return [self._outcome(operation, request.master_key_id, checked)]
 
-        return value_or_raise(self._many("unwrap", [request], send, mistake_in_key)[0])
-
-    def _refuse_raw_form(self) -> None:
-        if obstacle := self._raw_obstacle():
-            raise KmsConfigurationError(obstacle)
+        return value_or_raise(self._many(operation, [request], hook, mistake_in)[0])
 
     # --- public: master keys ---
 
@@ -423,17 +403,9 @@ class KmsClient(ABC):
             MasterKeyNotFoundError: The KMS has no such key.
             KmsError: Another subclass gives the reason.
         """
-
-        def checked() -> MasterKeyDescription:
-            found: object = self._describe(master_key_id)
-            if not isinstance(found, MasterKeyDescription):
-                raise KmsResponseInvalidError("the answer does not describe a master key")
-            return found
-
         with self._lock:
             self._call_counts["describe"] += 1
-        with self._span("describe", [master_key_id]):
-            return value_or_raise(self._outcome("describe", master_key_id, checked))
+        return self._of_key(MasterKeyDescription, "describe", master_key_id, self._describe, master_key_id)
 
     # --- public: the end of master keys; a backend that cannot delete them has none of the hooks ---
 
@@ -450,19 +422,18 @@ class KmsClient(ABC):
             KmsConfigurationError: The backend does not delete master keys, or its waiting period is not a choice.
             KmsError: Another subclass gives the reason.
         """
-        if waiting_days is not None and waiting_days not in (self.waiting_days or ()):
-            allowed = self.waiting_days
-            detail = (
-                f"the waiting period has {allowed[0]} to {allowed[-1]} days"
-                if allowed
-                else "its waiting period cannot be chosen when a key is deleted"
-            )
+        allowed = self.waiting_days or range(0)
+        if waiting_days is not None and waiting_days not in allowed:
+            detail = "its waiting period cannot be chosen when a key is deleted"
+            if allowed:
+                detail = f"the waiting period has {allowed[0]} to {allowed[-1]} days"
             raise KmsConfigurationError(detail).about(self.backend, "delete", master_key_id)
-        return self._of_key("delete", master_key_id, self._schedule_key_deletion, waiting_days)
+        hook = self._schedule_key_deletion
+        return self._of_key(KeyDeletion, "delete", master_key_id, hook, master_key_id, waiting_days)
 
     def key_deletion_state(self, master_key_id: str) -> KeyDeletion:
         """Return whether a master key is deleted, or will be; errors as with `schedule_key_deletion`."""
-        return self._of_key("describe", master_key_id, self._key_deletion_state)
+        return self._of_key(KeyDeletion, "describe", master_key_id, self._key_deletion_state, master_key_id)
 
     def cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
         """Cancel a deletion that is scheduled. The KMS may keep the master key disabled.
@@ -475,7 +446,8 @@ class KmsClient(ABC):
         if found.state != "scheduled":
             detail = f"there is no deletion to cancel: it is {found.state}"
             raise KmsConfigurationError(detail).about(self.backend, "cancel_deletion", master_key_id)
-        return self._of_key("cancel_deletion", master_key_id, self._cancel_key_deletion)
+        hook = self._cancel_key_deletion
+        return self._of_key(KeyDeletion, "cancel_deletion", master_key_id, hook, master_key_id)
 
     def caller_identity(self, master_key_id: str) -> CallerIdentity:
         """Return who calls the KMS of a master key, by the KMS's own word where it has such a call.
@@ -495,8 +467,7 @@ class KmsClient(ABC):
             MasterKeyNotFoundError: The KMS has no such key.
             KmsError: Another subclass gives the reason.
         """
-        with self._span("describe", [master_key_id]):
-            return value_or_raise(self._outcome("describe", master_key_id, self._version_dates, master_key_id))
+        return self._of_key(dict, "describe", master_key_id, self._version_dates, master_key_id)
 
     def create_master_key(
         self, master_key_id: str, tags: Mapping[str, str] | None = None, policy: str | None = None
@@ -517,17 +488,14 @@ class KmsClient(ABC):
         """
         for what, given in (("tags", tags), ("policy", policy)):
             if given and what not in self.new_keys_have:
-                detail = f"its master keys have no {what}"
-                raise KmsConfigurationError(detail, hint="Leave it out of the template.").about(
-                    self.backend, "create", master_key_id
-                )
+                hint = "Leave it out of the template."
+                refusal = KmsConfigurationError(f"its master keys have no {what}", hint=hint)
+                raise refusal.about(self.backend, "create", master_key_id)
         with contextlib.suppress(MasterKeyNotFoundError):
             self.describe(master_key_id)
             return False
-        with self._span("create", [master_key_id]):
-            value_or_raise(
-                self._outcome("create", master_key_id, self._create_master_key, master_key_id, tags or {}, policy)
-            )
+        hook = self._create_master_key
+        self._of_key(object, "create", master_key_id, hook, master_key_id, tags or {}, policy)
         return True
 
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
@@ -711,7 +679,8 @@ class KmsClient(ABC):
         mistake_in: Callable[[object], str],
     ) -> list[T | KmsError]:
         """Send each distinct request to the backend once, check every answer, and report it."""
-        identities = [_identity_of(request) for request in requests]
+        # Wraps are never shared.
+        identities: list[object] = [id(r) if isinstance(r, WrapRequest) else r for r in requests]
         distinct = dict(zip(identities, requests, strict=True))
         outcomes: dict[object, T | KmsError] = {
             identity: refusal.about(self.backend, operation, request.master_key_id)
@@ -736,12 +705,16 @@ class KmsClient(ABC):
                 # The KMS may have done it.
                 self._report(operation, sent, [interruption] * len(sent), span)
                 raise
-            checked = [
-                without_frames(answer.about(self.backend, operation, request.master_key_id))
-                if isinstance(answer, KmsError)
-                else answer
-                for request, answer in zip(sent, _checked_answers(answers, len(sent), mistake_in), strict=True)
-            ]
+            if not isinstance(answers, list) or len(answers) != len(sent):
+                wrong = "the number of answers differs from the number of requests"
+                answers = [KmsResponseInvalidError(wrong) for _ in sent]
+            checked: list[Any] = []
+            for request, answer in zip(sent, answers, strict=True):
+                if not isinstance(answer, KmsError) and (mistake := mistake_in(answer)):
+                    answer = KmsResponseInvalidError(mistake)
+                if isinstance(answer, KmsError):
+                    answer = without_frames(answer.about(self.backend, operation, request.master_key_id))
+                checked.append(answer)
             self._report(operation, sent, checked, span)
         outcomes |= zip(to_send, checked, strict=True)
         return [outcomes[identity] for identity in identities]
@@ -789,26 +762,26 @@ class KmsClient(ABC):
         self._audit(operation, requests, outcomes)
 
     def _of_key(
-        self, operation: str, master_key_id: str, hook: Callable[[str, *Ts], KeyDeletion], *arguments: *Ts
-    ) -> KeyDeletion:
-        """Call a hook about a master key itself; the audit log has a record of each change."""
+        self, kind: type[T], operation: str, master_key_id: str, hook: Callable[[*Ts], object], *arguments: *Ts
+    ) -> T:
+        """Call a hook about a master key itself; the audit log has a record of each deletion and its end."""
 
-        def checked() -> KeyDeletion:
-            found: object = hook(master_key_id, *arguments)
-            if not isinstance(found, KeyDeletion):
-                raise KmsResponseInvalidError("the answer is not the state of a master key")
+        def checked() -> T:
+            found = hook(*arguments)
+            if not isinstance(found, kind):
+                raise KmsResponseInvalidError(_WRONG_ANSWERS.get(kind, "the answer is of another form"))
             return found
 
         with self._span(operation, [master_key_id]):
             outcome = self._outcome(operation, master_key_id, checked)
-        if operation != "describe":
-            self._audit(operation, [_KeyRequest(master_key_id)], [outcome])
-        return value_or_raise(outcome)
+            if operation in ("delete", "cancel_deletion"):
+                self._audit(operation, [UnwrapRequest("", master_key_id)], [outcome])
+            return value_or_raise(outcome)
 
     def _audit(
         self,
         operation: str,
-        requests: Sequence[WrapRequest | UnwrapRequest | RewrapRequest | _KeyRequest],
+        requests: Sequence[WrapRequest | UnwrapRequest | RewrapRequest],
         outcomes: Sequence[object],
     ) -> None:
         """Write the outcome of each key to the audit log, if it is enabled."""
@@ -832,30 +805,18 @@ class KmsClient(ABC):
             )
 
 
-def _identity_of(request: WrapRequest | UnwrapRequest | RewrapRequest) -> object:
-    """Return what two requests must share to be sent as one. Wraps are never shared."""
-    return id(request) if isinstance(request, WrapRequest) else request
-
-
-def _checked_answers(answers: Any, number: int, mistake_in: Callable[[object], str]) -> list[Any]:
-    """Return the answers of a backend; an error replaces each answer that is not valid."""
-    if not isinstance(answers, list) or len(answers) != number:
-        wrong = "the number of answers differs from the number of requests"
-        return [KmsResponseInvalidError(wrong) for _ in range(number)]
-    return [
-        KmsResponseInvalidError(mistake)
-        if not isinstance(answer, KmsError) and (mistake := mistake_in(answer))
-        else answer
-        for answer in answers
-    ]
-
-
 _OK = "ok"
 
 
 def outcome_name(outcome: object) -> str:
     """Return the name of an outcome in metrics and the audit log."""
     return type(outcome).__name__ if isinstance(outcome, BaseException) else _OK
+
+
+_WRONG_ANSWERS: dict[type, str] = {
+    MasterKeyDescription: "the answer does not describe a master key",
+    KeyDeletion: "the answer is not the state of a master key",
+}
 
 
 class SingleKeyKmsClient(KmsClient):

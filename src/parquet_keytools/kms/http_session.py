@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from urllib3 import Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from parquet_keytools.errors import KmsResponseInvalidError
+from parquet_keytools.kms.transport import retry_after_seconds
 
 _MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
@@ -24,13 +26,22 @@ class Answer(NamedTuple):
     headers: Mapping[str, str]
     body: bytes
 
+    @property
+    def json(self) -> Any:
+        """The JSON in the body, or None if it is none."""
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError):
+            return None
+
+    @property
+    def retry_after_seconds(self) -> float:
+        """How long the server asks the client to wait."""
+        return retry_after_seconds(self.headers.get("Retry-After"))
+
 
 class HttpSession(requests.Session):
-    """A session for requests to one server, from any number of threads, which retries nothing.
-
-    Args:
-        connections: Number of connections that are kept open.
-    """
+    """A session for requests to one server, from any number of threads, which retries nothing."""
 
     def __init__(self, connections: int) -> None:
         super().__init__()
@@ -47,17 +58,8 @@ def send(
 ) -> Answer:
     """Send a request once, and follow no redirect: token and keys would follow it.
 
-    Args:
-        session: The session.
-        method: The HTTP method.
-        url: The URL.
-        deadline: Deadline of the whole answer, on the clock.
-        clock: The clock.
-        options: Options of `requests.Session.request`.
-
-    Raises:
-        KmsResponseInvalidError: The answer is too long.
-        requests.RequestException, OSError: The connection failed.
+    The deadline, on the clock, is for the whole answer. An answer that is too long raises
+    `KmsResponseInvalidError`, a connection that fails `OSError`.
     """
     left = deadline - clock()
     if left <= 0:
@@ -67,23 +69,16 @@ def send(
         with session.request(
             method, url, allow_redirects=False, stream=True, timeout=timeout, **options
         ) as response:
-            return Answer(response.status_code, response.headers, _body(response, deadline, clock))
-    except requests.Timeout:
-        raise TimeoutError from None
-
-
-def _body(response: requests.Response, deadline: float, clock: Callable[[], float]) -> bytes:
-    body = bytearray()
-    try:
-        while part := response.raw.read1(65_536, decode_content=True):
-            body += part
-            if len(body) > _MAX_ANSWER_BYTES:
-                raise KmsResponseInvalidError("it is too long")
-            # The timeout of the request limits silence only: a server that drips bytes never exceeds it.
-            if clock() >= deadline:
-                raise TimeoutError
-    except ReadTimeoutError:
+            body = bytearray()
+            while part := response.raw.read1(65_536, decode_content=True):
+                body += part
+                if len(body) > _MAX_ANSWER_BYTES:
+                    raise KmsResponseInvalidError("it is too long")
+                # The timeout of the request limits silence only: a server that drips bytes never exceeds it.
+                if clock() >= deadline:
+                    raise TimeoutError
+            return Answer(response.status_code, response.headers, bytes(body))
+    except (requests.Timeout, ReadTimeoutError):
         raise TimeoutError from None
     except HTTPError as error:
         raise requests.ConnectionError(type(error).__name__) from None
-    return bytes(body)

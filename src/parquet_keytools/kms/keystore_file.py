@@ -49,7 +49,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -224,11 +224,7 @@ class KeystoreDocument(_Part):
 
     @classmethod
     def parse(cls, content: bytes, path: Path) -> Self:
-        """Parse a document.
-
-        Raises:
-            KmsResponseInvalidError: The content is not a keystore of this format version.
-        """
+        """Parse a document; raise `KmsResponseInvalidError` unless it is one of this format version."""
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
@@ -247,12 +243,7 @@ class KeystoreDocument(_Part):
         return document.model_copy(update={"mac": document._mac(keys)})
 
     def verify(self, keys: PassphraseKeys, path: Path) -> None:
-        """Check that the keys belong to this document, and that the document was not altered.
-
-        Raises:
-            KmsConfigurationError: The passphrase was wrong.
-            KmsResponseInvalidError: The document was altered.
-        """
+        """Check that the keys belong to this document, and that the document was not altered."""
         if not hmac.compare_digest(self.passphrase_check, strict_base64.encode(keys.check.reveal())):
             hint = "Check the passphrase; if it is right, restore the file from a backup."
             detail = f"the passphrase does not belong to {path}"
@@ -306,11 +297,7 @@ class OpenKeystore:
         raise MasterKeyNotFoundError(backend="keystore", operation=operation, master_key_id=master_key_id)
 
     def key(self, master_key_id: str, version: MasterKeyVersion) -> SecretBytes:
-        """Return the bytes of one version of a master key.
-
-        Raises:
-            KmsResponseInvalidError: It does not belong to this place in the document.
-        """
+        """Return the bytes of one version of a master key, which must belong to this place in the document."""
         try:
             aad = binding("master key", master_key_id, version.version)
             return unwrap_key(self.keys.wrap, version.wrapped_master_key, aad)
@@ -319,11 +306,7 @@ class OpenKeystore:
             raise _not_authentic(detail) from None
 
     def check(self) -> None:
-        """Unwrap each version of each master key.
-
-        Raises:
-            KmsResponseInvalidError: One is damaged.
-        """
+        """Unwrap each version of each master key; raise `KmsResponseInvalidError` if one is damaged."""
         for master_key_id, master_key in self.master_keys.items():
             for version in master_key.versions:
                 self.key(master_key_id, version)
@@ -516,16 +499,14 @@ class Keystore:
             opened = self._load(self._opened)
             scrypt = ScryptParameters.fresh(opened.document.scrypt.n)
             keys = PassphraseKeys.derive(passphrase, scrypt)
-            master_keys = {
-                master_key_id: master_key.model_copy(
-                    update={
-                        "versions": tuple(
-                            _rewrapped(opened, keys, master_key_id, version) for version in master_key.versions
-                        )
-                    }
-                )
-                for master_key_id, master_key in opened.master_keys.items()
-            }
+            master_keys = dict(opened.master_keys)
+            for master_key_id, master_key in opened.master_keys.items():
+                versions = []
+                for version in master_key.versions:
+                    key = opened.key(master_key_id, version)
+                    wrapped = _wrapped_master_key(keys, key, master_key_id, version.version)
+                    versions.append(version.model_copy(update={"wrapped_master_key": wrapped}))
+                master_keys[master_key_id] = master_key.model_copy(update={"versions": tuple(versions)})
             _write(target, master_keys, scrypt, keys)
         self._passphrase = new_passphrase
 
@@ -535,7 +516,7 @@ class Keystore:
             version=version,
             created=self._clock().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             enabled=True,
-            wrapped_master_key=wrap_key(opened.keys.wrap, key, binding("master key", master_key_id, version)),
+            wrapped_master_key=_wrapped_master_key(opened.keys, key, master_key_id, version),
         )
 
     @contextmanager
@@ -569,12 +550,8 @@ def _write(
     replace_private_file(target, content)
 
 
-def _rewrapped(
-    opened: OpenKeystore, keys: PassphraseKeys, master_key_id: str, version: MasterKeyVersion
-) -> MasterKeyVersion:
-    aad = binding("master key", master_key_id, version.version)
-    wrapped = wrap_key(keys.wrap, opened.key(master_key_id, version), aad)
-    return version.model_copy(update={"wrapped_master_key": wrapped})
+def _wrapped_master_key(keys: PassphraseKeys, key: SecretBytes, master_key_id: str, version: int) -> str:
+    return wrap_key(keys.wrap, key, binding("master key", master_key_id, version))
 
 
 def _long_enough(passphrase: SecretBytes) -> SecretBytes:
@@ -612,7 +589,7 @@ class KeystoreSettings(KmsSettings):
         return self
 
     def located(self, folder: Path) -> tuple[Path, PassphraseSource]:
-        """Return the path of the file, and the source of its passphrase. Relative paths start at `folder`."""
+        """Return the path of the file, and the source of its passphrase."""
         return folder / expanded(self.path), passphrase_source(self.passphrase, self.passphrase_file, folder)
 
 
@@ -634,12 +611,7 @@ class KeystoreKms(KmsClient):
         return cls(*settings.located(folder))
 
     def master_key_ids(self) -> frozenset[str]:
-        """Return the identifiers of all master keys. They are not authenticated: this needs no passphrase.
-
-        Raises:
-            KmsConfigurationError: The file is missing, or readable for other users.
-            KmsResponseInvalidError: It is not a keystore.
-        """
+        """Return the identifiers of all master keys. They are not authenticated: this needs no passphrase."""
         return value_or_raise(self._outcome("list", None, self._keystore.master_key_ids))
 
     # --- hooks ---
@@ -647,26 +619,23 @@ class KeystoreKms(KmsClient):
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
         # Opened once for all keys, so that a wrong passphrase costs one run of scrypt.
         opened = self._keystore.open()
-        return [
-            self._outcome("wrap", r.master_key_id, self._wrap, opened, r.key, r.master_key_id) for r in requests
-        ]
+        return [self._outcome("wrap", r.master_key_id, self._wrap, opened, r) for r in requests]
 
     def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
         opened = self._keystore.open()
-        return [
-            self._outcome("unwrap", r.master_key_id, self._unwrap, opened, r.wrapped_key, r.master_key_id)
-            for r in requests
-        ]
+        return [self._outcome("unwrap", r.master_key_id, self._unwrap, opened, r) for r in requests]
 
-    def _wrap(self, opened: OpenKeystore, key: SecretBytes, master_key_id: str) -> str:
+    def _wrap(self, opened: OpenKeystore, request: WrapRequest) -> str:
+        master_key_id = request.master_key_id
         current = opened.master_key(master_key_id).versions[-1].version
         master_key = self._usable(opened, master_key_id, current)
-        wrapped = wrap_key(master_key, key, binding("wrapped key", master_key_id, current))
+        wrapped = wrap_key(master_key, request.key, binding("wrapped key", master_key_id, current))
         return f"keystore:v{current}:{wrapped}"
 
-    def _unwrap(self, opened: OpenKeystore, wrapped_key: str, master_key_id: str) -> SecretBytes:
+    def _unwrap(self, opened: OpenKeystore, request: UnwrapRequest) -> SecretBytes:
+        master_key_id = request.master_key_id
         versions = opened.master_key(master_key_id).versions
-        parts = _WRAPPED_KEY.fullmatch(wrapped_key)
+        parts = _WRAPPED_KEY.fullmatch(request.wrapped_key)
         if not parts:
             raise WrappedKeyInvalidError("it was not made by a keystore")
         version = int(parts[1])
@@ -689,12 +658,10 @@ class KeystoreKms(KmsClient):
     def _unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
         opened = self._keystore.open()
         for version in reversed(opened.master_key(master_key_id).versions):
-            try:
+            with suppress(InvalidTag):
                 key = unwrap_key(opened.key(master_key_id, version), strict_base64.encode(wrapped_key), b"")
-            except InvalidTag:
-                continue
-            self._usable(opened, master_key_id, version.version)
-            return key
+                self._usable(opened, master_key_id, version.version)
+                return key
         raise WrappedKeyInvalidError
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:

@@ -26,6 +26,7 @@ from parquet_keytools.errors import (
     KmsConfigurationError,
     KmsError,
     KmsUnavailableError,
+    value_or_raise,
     without_frames,
 )
 from parquet_keytools.kms.client import (
@@ -34,15 +35,14 @@ from parquet_keytools.kms.client import (
     KmsClient,
     KmsSettings,
     MasterKeyDescription,
+    R,
     RewrapRequest,
     UnwrapRequest,
     WrapRequest,
 )
-from parquet_keytools.runtime.threads_and_forks import ForkSafeLock
 from parquet_keytools.secret_bytes import SecretBytes
 
 T = TypeVar("T")
-R = TypeVar("R", WrapRequest, UnwrapRequest, RewrapRequest)
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """The name of a KMS. It stands in files, so it is no place for a secret."""
@@ -67,16 +67,11 @@ def split_name(master_key_id: str) -> tuple[str | None, str]:
 
 
 class NamedKmsSettings(KmsSettings):
-    """Several KMSs: the settings under `kms:` without a `type`.
-
-    Attributes:
-        kmss: Name -> settings.
-        default: The KMS of master keys and files that name none; None makes these an error.
-    """
+    """Several KMSs: the settings under `kms:` without a `type`."""
 
     type: Literal["named"] = "named"
     kmss: dict[str, SerializeAsAny[KmsSettings]]
-    default: str | None = None
+    default: str | None = None  # for master keys and files that name none; without it, these are an error
 
     def secret_files(self) -> Mapping[tuple[str, ...], Path]:
         """Return the files that hold secrets of any of the KMSs."""
@@ -120,7 +115,6 @@ class NamedKmss(KmsClient):
         for name, client in clients.items():
             client.instance_id, client.is_one_of_several = name, True
         self._default = default
-        self._unreachable_lock = ForkSafeLock()
         self._unreachable: dict[str, tuple[float, KmsUnavailableError]] = {}
 
     @classmethod
@@ -231,17 +225,17 @@ class NamedKmss(KmsClient):
 
     def wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
         """Wrap keys; see `KmsClient.wrap_many`."""
-        return self._routed(requests, lambda client, some: client.wrap_many(some))
+        return self._routed(requests, lambda kms, some: kms.wrap_many(some))
 
     def unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
         """Unwrap keys; see `KmsClient.unwrap_many`."""
-        return self._routed(requests, lambda client, some: client.unwrap_many(some))
+        return self._routed(requests, lambda kms, some: kms.unwrap_many(some))
 
     def rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
         """Re-wrap keys; between two KMSs, they are unwrapped here."""
         within = [request for request in requests if not self._crosses(request)]
         across = [request for request in requests if self._crosses(request)]
-        done = dict(zip(within, self._routed(within, lambda client, some: client.rewrap_many(some)), strict=True))
+        done = dict(zip(within, self._routed(within, lambda kms, some: kms.rewrap_many(some)), strict=True))
         done |= zip(across, self._rewrap_many(across), strict=True)
         return [done[request] for request in requests]
 
@@ -253,52 +247,46 @@ class NamedKmss(KmsClient):
 
     def wrap_raw(self, key: SecretBytes, master_key_id: str) -> bytes:
         """Wrap a key in the form of Iceberg; see `KmsClient.wrap_raw`."""
-        return self._one("wrap", master_key_id, lambda client, within: client.wrap_raw(key, within))
+        return self._one(master_key_id, lambda kms, within: kms.wrap_raw(key, within))
 
     def unwrap_raw(self, wrapped_key: bytes, master_key_id: str) -> SecretBytes:
         """Unwrap a key in the form of Iceberg; see `KmsClient.unwrap_raw`."""
-        return self._one("unwrap", master_key_id, lambda client, within: client.unwrap_raw(wrapped_key, within))
+        return self._one(master_key_id, lambda kms, within: kms.unwrap_raw(wrapped_key, within))
 
     def describe(self, master_key_id: str) -> MasterKeyDescription:
         """Describe a master key; see `KmsClient.describe`."""
-        found = self._one("describe", master_key_id, lambda client, within: client.describe(within))
+        found = self._one(master_key_id, lambda kms, within: kms.describe(within))
         return replace(found, master_key_id=with_name(self._split(master_key_id)[0], found.master_key_id))
 
     def create_master_key(
         self, master_key_id: str, tags: Mapping[str, str] | None = None, policy: str | None = None
     ) -> bool:
         """Create a master key; see `KmsClient.create_master_key`."""
-        return self._one(
-            "create", master_key_id, lambda client, within: client.create_master_key(within, tags, policy)
-        )
+        return self._one(master_key_id, lambda kms, within: kms.create_master_key(within, tags, policy))
 
     def version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
         """Return when each version was created; see `KmsClient.version_dates`."""
-        return self._one("describe", master_key_id, lambda client, within: client.version_dates(within))
+        return self._one(master_key_id, lambda kms, within: kms.version_dates(within))
 
     def schedule_key_deletion(self, master_key_id: str, waiting_days: int | None = None) -> KeyDeletion:
         """Delete a master key; see `KmsClient.schedule_key_deletion`."""
-        return self._deletion(
-            "delete", master_key_id, lambda kms, key: kms.schedule_key_deletion(key, waiting_days)
-        )
+        return self._deletion(master_key_id, lambda kms, within: kms.schedule_key_deletion(within, waiting_days))
 
     def key_deletion_state(self, master_key_id: str) -> KeyDeletion:
         """Return whether a master key is deleted; see `KmsClient.key_deletion_state`."""
-        return self._deletion("describe", master_key_id, lambda kms, key: kms.key_deletion_state(key))
+        return self._deletion(master_key_id, lambda kms, within: kms.key_deletion_state(within))
 
     def cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
         """Cancel a deletion; see `KmsClient.cancel_key_deletion`."""
-        return self._deletion("cancel_deletion", master_key_id, lambda kms, key: kms.cancel_key_deletion(key))
+        return self._deletion(master_key_id, lambda kms, within: kms.cancel_key_deletion(within))
 
-    def _deletion(
-        self, operation: str, master_key_id: str, call: Callable[[KmsClient, str], KeyDeletion]
-    ) -> KeyDeletion:
-        found = self._one(operation, master_key_id, call)
+    def _deletion(self, master_key_id: str, call: Callable[[KmsClient, str], KeyDeletion]) -> KeyDeletion:
+        found = self._one(master_key_id, call)
         return replace(found, key=with_name(self._split(master_key_id)[0], found.key))
 
     def caller_identity(self, master_key_id: str) -> CallerIdentity:
         """Return who calls the KMS of a master key; see `KmsClient.caller_identity`."""
-        return self._one("identify", master_key_id, lambda kms, key: kms.caller_identity(key))
+        return self._one(master_key_id, lambda kms, within: kms.caller_identity(within))
 
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
         """Return the version that wrapped a key, or None; no call is made."""
@@ -387,44 +375,32 @@ class NamedKmss(KmsClient):
         answers = send(self._clients[name], list(map(_within, requests)))
         failures = [answer for answer in answers if isinstance(answer, KmsUnavailableError)]
         if failures and len(failures) == len(answers):
-            self._leave_alone(name, failures[0], time.monotonic() - started)
+            rest_seconds = max(time.monotonic() - started, _SHORTEST_REST_SECONDS)
+            self._unreachable[name] = time.monotonic() + rest_seconds, failures[0]
         return [
             self._named(answer, name, _id_in(answer, request)) if isinstance(answer, KmsError) else answer
             for answer, request in zip(answers, requests, strict=True)
         ]
 
-    def _one(self, operation: str, master_key_id: str, call: Callable[[KmsClient, str], T]) -> T:
+    def _one(self, master_key_id: str, call: Callable[[KmsClient, str], T]) -> T:
         """Return what the KMS of one master key answers; errors have the name of the KMS."""
-        name, within = self._split(master_key_id)
-        if refusal := self._why_not_now(name):
-            raise self._named(refusal, name, master_key_id)
-        started = time.monotonic()
-        try:
-            return call(self._clients[name], within)
-        except KmsError as error:
-            failure = error
-        if isinstance(failure, KmsUnavailableError):
-            self._leave_alone(name, failure, time.monotonic() - started)
-        raise without_frames(self._named(failure, name, master_key_id))
 
-    def _leave_alone(self, name: str, failure: KmsUnavailableError, seconds: float) -> None:
-        with self._unreachable_lock:
-            self._unreachable[name] = time.monotonic() + max(seconds, _SHORTEST_REST_SECONDS), failure
+        def send(client: KmsClient, requests: list[UnwrapRequest]) -> list[T | KmsError]:
+            try:
+                return [call(client, requests[0].master_key_id)]
+            except KmsError as error:
+                return [error]
+
+        name, _ = self._split(master_key_id)
+        return value_or_raise(self._asked(name, [UnwrapRequest("", master_key_id)], send)[0])
 
     def _why_not_now(self, name: str) -> KmsUnavailableError | None:
         """Return why a KMS is not called now, or None."""
-        with self._unreachable_lock:
-            until, failure = self._unreachable.get(name, (0.0, None))
-        if failure is None or time.monotonic() >= until:
-            return None
-        return failure.not_attempted()
+        until, failure = self._unreachable.get(name, (0.0, None))
+        return failure.not_attempted() if failure is not None and time.monotonic() < until else None
 
-    def _named(self, error: KmsError, name: str, master_key_id: str | None = None) -> KmsError:
-        with self._unreachable_lock:
-            others_may_answer = any(
-                time.monotonic() >= self._unreachable.get(other, (0.0, None))[0]
-                for other in self._clients.keys() - {name}
-            )
+    def _named(self, error: KmsError, name: str, master_key_id: str) -> KmsError:
+        others_may_answer = any(self._why_not_now(other) is None for other in self._clients.keys() - {name})
         return without_frames(error.of_kms(name, master_key_id, others_may_answer=others_may_answer))
 
     # --- hooks, which the public methods here do not call ---

@@ -41,11 +41,7 @@ def passphrase_source(
 
 
 def passphrase_from_text(text: str, *, what: str = "passphrase", backend: str = "keystore") -> SecretBytes:
-    """Return the passphrase, or another secret, in a text: its bytes in UTF-8.
-
-    Raises:
-        KmsConfigurationError: The text is empty, too long, or not valid Unicode.
-    """
+    """Return the passphrase, or another secret, in a text: its bytes in UTF-8."""
     passphrase = b""
     # Not raised within a handler: the exception in the context would contain the text.
     with suppress(UnicodeEncodeError):
@@ -93,15 +89,14 @@ def identity(path: Path) -> FileIdentity | None:
 def read_private_file(
     path: Path, *, max_length: int, hint_if_missing: str = "", backend: str = "keystore"
 ) -> tuple[bytes, FileIdentity]:
-    """Return the bytes of a file that only its owner may read, at most `max_length`.
+    """Return the bytes of a file that only its owner may read (not checked on Windows), at most `max_length`.
 
-    Raises:
-        KmsConfigurationError: The file is missing, too long, or readable for other users (not checked on Windows).
-        KmsUnavailableError: The file system failed.
+    Raises `KmsUnavailableError` if the file system failed, and `KmsConfigurationError` for another file.
     """
     detail = hint = ""
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        # Opening a named pipe does not wait for its writer.
+        with open(path, "rb", opener=partial(operating_system.open_file, follow_link=True)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 detail = f"{path} is not a regular file"
@@ -126,9 +121,6 @@ def replace_private_file(path: Path, content: bytes) -> None:
     """Replace a file, or create it. A crash at any point leaves the old or the new content.
 
     The caller holds `exclusive_lock`.
-
-    Raises:
-        OSError: The file system failed. The file has its old or its new content, complete.
     """
     new = path.with_name(f".{path.name}.new")
     with suppress(FileNotFoundError):
@@ -136,7 +128,10 @@ def replace_private_file(path: Path, content: bytes) -> None:
     descriptor = operating_system.open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, follow_link=False)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            _keep_owner(path, descriptor)
+            # Kept, so that root can rotate a service's keystore.
+            with suppress(FileNotFoundError, PermissionError):
+                owner = path.stat()
+                operating_system.change_owner(descriptor, owner.st_uid, owner.st_gid)
             file.write(content)
             file.flush()
             operating_system.sync(descriptor)
@@ -171,13 +166,9 @@ def _put_in_place(new: Path, path: Path) -> None:
 
 @contextmanager
 def exclusive_lock(path: Path, *, timeout_seconds: float = _LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
-    """Hold a lock against all other processes and threads.
+    """Hold a lock against all other processes and threads; raise `TimeoutError` if others hold it for too long.
 
     The lock is on a file of its own beside `path`, because `path` itself is replaced by another file.
-
-    Raises:
-        TimeoutError: Another process or thread has held the lock for too long.
-        OSError: The file system failed.
     """
     lock = path.with_name(f".{path.name}.lock")
     if not operating_system.POSIX:
@@ -194,18 +185,6 @@ def exclusive_lock(path: Path, *, timeout_seconds: float = _LOCK_TIMEOUT_SECONDS
         yield
     finally:
         os.close(descriptor)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. Opening a named pipe does not wait for its writer."""
-    return operating_system.open_file(path, flags, follow_link=True)
-
-
-def _keep_owner(path: Path, descriptor: int) -> None:
-    """Keep the owner of the replaced file, so that root can rotate a service's keystore."""
-    with suppress(FileNotFoundError, PermissionError):
-        status = path.stat()
-        operating_system.change_owner(descriptor, status.st_uid, status.st_gid)
 
 
 def _identity(status: os.stat_result) -> FileIdentity:

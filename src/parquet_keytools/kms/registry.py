@@ -46,11 +46,7 @@ def is_known(name: str) -> bool:
 
 
 def client_class(name: str) -> type[KmsClient]:
-    """Return the KMS client of a name. A plug-in cannot replace a client of this package.
-
-    Raises:
-        ConfigurationError: There is none, or it cannot be imported.
-    """
+    """Return the KMS client of a name. A plug-in cannot replace a client of this package."""
     if built_in := _BUILT_INS.get(name):
         return _load(built_in, f"the KMS client {name!r}", "".join(map(install_hint, built_in.extras)))
     plugins = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
@@ -70,12 +66,7 @@ def client_class(name: str) -> type[KmsClient]:
 
 
 def make_client(settings: KmsSettings, folder: Path) -> KmsClient:
-    """Make the KMS client that the settings describe.
-
-    Raises:
-        ConfigurationError: There is no such client, or it cannot be imported.
-        KmsConfigurationError: It cannot be made from these settings.
-    """
+    """Make the KMS client that the settings describe."""
     if isinstance(settings, NamedKmsSettings):
         clients = {name: make_client(one, folder) for name, one in settings.kmss.items()}
         return NamedKmss(clients, settings.default)

@@ -261,20 +261,16 @@ class RemoteOperation:
         Returns:
             In the order of the requests, the outcome.
         """
-        of_key: dict[str, list[int]] = defaultdict(list)
-        for position, request in enumerate(requests):
-            of_key[request.master_key_id].append(position)
+        of_key: dict[str, list[R]] = defaultdict(list)
+        for request in requests:
+            of_key[request.master_key_id].append(request)
         batches = [some[start : start + size] for some in of_key.values() for start in range(0, len(some), size)]
-        answers = self.each(
-            batches,
-            lambda batch, seconds: send([requests[position] for position in batch], seconds),
-            lambda batch: requests[batch[0]].master_key_id,
-        )
         outcomes: dict[int, T | KmsError] = {}
+        answers = self.each(batches, send, lambda batch: batch[0].master_key_id)
         for batch, answer in zip(batches, answers, strict=True):
             found = [answer] * len(batch) if isinstance(answer, KmsError) else answer
-            outcomes |= zip(batch, found, strict=True)
-        return [outcomes[position] for position in range(len(requests))]
+            outcomes |= zip(map(id, batch), found, strict=True)
+        return [outcomes[id(request)] for request in requests]
 
     def _outcome_in_pool(self, master_key_id: str | None, send: Callable[[float], T]) -> T | KmsError:
         try:

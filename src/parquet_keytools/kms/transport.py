@@ -46,10 +46,7 @@ def http_parts(url: str) -> tuple[SplitResult, str] | None:
 def mistake_in_url(url: str, setting: str, *, allow_http: bool) -> str:
     """Return why a URL must not be used as the address of a KMS, or an empty string.
 
-    Args:
-        url: The URL. It is not quoted, because it may contain a password.
-        setting: Name of its setting.
-        allow_http: Whether to allow another machine without TLS.
+    The URL is not quoted, because it may contain a password. `allow_http` allows another machine without TLS.
     """
     found = http_parts(url)
     if found is None:
@@ -64,11 +61,7 @@ def mistake_in_url(url: str, setting: str, *, allow_http: bool) -> str:
 
 
 def check_certificates(file: str) -> None:
-    """Check a file of trusted certificates.
-
-    Raises:
-        KmsConfigurationError: It cannot be read, or contains no certificates.
-    """
+    """Check that a file can be read, and contains certificates."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
     except OSError as error:
@@ -76,11 +69,7 @@ def check_certificates(file: str) -> None:
 
 
 def check_client_certificate(file: str, key_file: str | None) -> None:
-    """Check a client certificate and its private key, which can be in the same file.
-
-    Raises:
-        KmsConfigurationError: They cannot be read, do not belong together, or the key needs a passphrase.
-    """
+    """Check that a client certificate and its private key belong together, and need no passphrase."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(file, key_file, password="")
     except OSError as error:
@@ -99,17 +88,11 @@ def _mistake(detail: str, error: OSError, hint: str = "") -> KmsConfigurationErr
 
 
 class Meaning(NamedTuple):
-    """The meaning of a failure in a KMS or its SDK.
-
-    Attributes:
-        kind: The class of the error.
-        detail: What is known beyond the class.
-        hint: What to do next, in place of the hint of the class.
-    """
+    """The meaning of a failure in a KMS or its SDK."""
 
     kind: type[KmsError]
     detail: str = ""
-    hint: str | None = None
+    hint: str | None = None  # in place of the hint of the class
 
     def error(self, retry_after_seconds: float = 0.0) -> KmsError:
         """Return the error. `KmsClient` adds the facts of the call."""
@@ -129,12 +112,9 @@ _TLS_IS_WRONG = (
 
 
 def tls_failure(error: BaseException, address: str, certificates: str) -> Meaning | None:
-    """Return the meaning of a mistake in the configuration of TLS, or None for any other exception.
+    """Return the meaning of a mistake in the configuration of TLS, or None for any other exception of any SDK.
 
-    Args:
-        error: An exception of any SDK.
-        address: The setting with the address of the KMS.
-        certificates: The setting with the certificates to trust.
+    `address` and `certificates` are the settings with the address of the KMS and with the certificates to trust.
     """
     tls = next((found for found in _causes(error) if isinstance(found, ssl.SSLError)), None)
     if isinstance(tls, ssl.SSLCertVerificationError):
@@ -201,11 +181,9 @@ def retry_after_seconds(header: object) -> float:
 
 
 class SdkLogs:
-    """The loggers of an SDK, which log keys and tokens at DEBUG. They are silent during calls of this package.
+    """The loggers of an SDK, and their children, which log keys and tokens at DEBUG: silent during our calls.
 
-    Args:
-        *names: Loggers. Their children are silent, too.
-        least_level: Records from this level on pass, without their tracebacks, which contain texts of answers.
+    Records from `least_level` on pass, without their tracebacks, which contain texts of answers.
     """
 
     def __init__(self, *names: str, least_level: int = logging.WARNING) -> None:

@@ -18,7 +18,7 @@ from parquet_keytools.errors import (
     MasterKeyDisabledError,
     MasterKeyNotFoundError,
 )
-from parquet_keytools.kms.aws.connection import aws_error, code_of
+from parquet_keytools.kms.aws import aws_error, code_of
 
 SECRET = "s.CANARY of a text"
 

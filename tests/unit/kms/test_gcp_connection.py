@@ -22,8 +22,8 @@ from google.oauth2 import credentials as user_credentials
 from google.oauth2 import service_account
 
 from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.gcp import connection as gcp_connection
-from parquet_keytools.kms.gcp.connection import (
+from parquet_keytools.kms import gcp as gcp_connection
+from parquet_keytools.kms.gcp import (
     GcpConnection,
     GcpSettings,
     TokenSource,

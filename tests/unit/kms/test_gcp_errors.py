@@ -18,7 +18,7 @@ from parquet_keytools.errors import (
     KmsUnavailableError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.gcp.connection import kms_error
+from parquet_keytools.kms.gcp import kms_error
 
 
 def found(error: Exception, operation: str = "unwrap") -> KmsError:

@@ -17,9 +17,9 @@ from urllib3.exceptions import ProtocolError, ReadTimeoutError
 
 from parquet_keytools.errors import KmsConfigurationError, KmsResponseInvalidError
 from parquet_keytools.kms import http_session
+from parquet_keytools.kms import vault as vault_connection
 from parquet_keytools.kms.transport import Meaning
-from parquet_keytools.kms.vault import connection as vault_connection
-from parquet_keytools.kms.vault.connection import (
+from parquet_keytools.kms.vault import (
     NO_KEY,
     NOT_JSON,
     TOKEN_DEAD,

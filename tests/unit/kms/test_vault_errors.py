@@ -18,7 +18,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.kms.transport import Meaning
-from parquet_keytools.kms.vault.connection import (
+from parquet_keytools.kms.vault import (
     NO_MOUNT,
     NOT_JSON,
     RequestTooLargeError,

@@ -13,15 +13,17 @@ import requests
 from faults import TurnedClock
 
 from parquet_keytools.errors import KmsConfigurationError
-from parquet_keytools.kms.vault.connection import (
+from parquet_keytools.kms.vault import (
     NOT_JSON,
     TOKEN_DEAD,
     TOKEN_UNKNOWN,
     VaultRefusal,
     VaultServer,
+    VaultSession,
     VaultSettings,
+    read_secret,
+    token_source,
 )
-from parquet_keytools.kms.vault.session import VaultSession, read_secret, token_source
 
 FOREVER = 1e9
 LOGIN, LOOKUP = "/v1/auth/approle/login", "/v1/auth/token/lookup-self"

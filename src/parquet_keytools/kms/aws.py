@@ -1,15 +1,25 @@
-"""The settings of AWS KMS, names of master keys, the connection, and the meaning of errors."""
+"""A KMS client for AWS KMS.
+
+A wrapped key is base64 of the ciphertext blob that `Encrypt` returned. The blob names, in a form that only AWS can
+read, the master key and the key material that made it. No master key leaves AWS, and `ReEncrypt` rotates a wrapped
+key without unwrapping it here. The raw form is the blob of a call without encryption context, as in Iceberg's
+`AwsKeyManagementClient`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import boto3
 import botocore.session
@@ -21,9 +31,16 @@ from botocore.credentials import (
     CredentialResolver,
     DeferredRefreshableCredentials,
 )
-from botocore.exceptions import ClientError, NoCredentialsError, ReadTimeoutError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    NoCredentialsError,
+    ParamValidationError,
+    ReadTimeoutError,
+)
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
+from parquet_keytools import strict_base64
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
     KmsConfigurationError,
@@ -35,8 +52,17 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.client import StrictSettings
-from parquet_keytools.kms.remote_client import RemoteKmsSettings
+from parquet_keytools.kms.client import (
+    CallerIdentity,
+    KeyDeletion,
+    MasterKeyDescription,
+    RewrapRequest,
+    StrictSettings,
+    UnwrapRequest,
+    WrapRequest,
+    checked_key,
+)
+from parquet_keytools.kms.remote_client import RemoteKmsClient, RemoteKmsSettings, Time
 from parquet_keytools.kms.transport import (
     SILENT,
     Meaning,
@@ -49,6 +75,9 @@ from parquet_keytools.kms.transport import (
 )
 from parquet_keytools.runtime.presentation import expanded
 from parquet_keytools.runtime.threads_and_forks import OwnerProcess, PerProcess
+from parquet_keytools.secret_bytes import SecretBytes
+
+T = TypeVar("T")
 
 _MAX_CONTEXT_LENGTH = 8_192
 
@@ -142,20 +171,13 @@ _MULTI_REGION = "mrk-"
 
 @dataclass(frozen=True)
 class KmsArn:
-    """ARN of a key or an alias.
+    """ARN of a key or an alias."""
 
-    Attributes:
-        partition: `aws`, `aws-cn`, `aws-us-gov`, ...
-        account: Account of the owner, 12 digits.
-        kind: `key` or `alias`.
-        name: The key id, or the alias without `alias/`.
-    """
-
-    partition: str
+    partition: str  # aws, aws-cn, aws-us-gov, ...
     region: str
     account: str
-    kind: str
-    name: str
+    kind: str  # key or alias
+    name: str  # the key id, or the alias without `alias/`
 
     @classmethod
     def parse(cls, text: object) -> KmsArn | None:
@@ -200,12 +222,8 @@ def may_stand_for(asked: str, answered: KmsArn) -> bool:
         return False
     if arn is None:
         return is_alias(asked) or answered.name == asked
-    same_place = (arn.partition, arn.region, arn.account) == (
-        answered.partition,
-        answered.region,
-        answered.account,
-    )
-    return same_place and (arn.kind == "alias" or arn.name == answered.name)
+    name = answered.name if arn.kind == "alias" else arn.name
+    return replace(arn, kind="key", name=name) == answered
 
 
 def hint_for_missing_key(master_key_id: str, region: str | None) -> str | None:
@@ -213,17 +231,395 @@ def hint_for_missing_key(master_key_id: str, region: str | None) -> str | None:
     arn = KmsArn.parse(master_key_id)
     if arn and region and arn.region != region and not arn.is_multi_region_key:
         return f"It is in {arn.region}, but the configuration uses the KMS of {region}: set `region`."
-    if (
-        arn is None
-        and "/" not in master_key_id
-        and ":" not in master_key_id
-        and not _KEY_ID.fullmatch(master_key_id)
-    ):
+    if arn is None and not re.search("[/:]", master_key_id) and not _KEY_ID.fullmatch(master_key_id):
         return (
             f"This is neither a key id, an ARN nor an alias: an alias is written {f'alias/{master_key_id}'!r}. "
             "Under `master_keys` you can name any of them."
         )
     return None
+
+
+# --- the client ---
+
+_deadline_of_call: ContextVar[float | None] = ContextVar("deadline_of_call", default=None)
+"""The deadline of the current attempt, on the monotonic clock; None outside of calls of this package."""
+
+
+def _timed(send: Callable[..., T]) -> Callable[..., T]:
+    """Return an attempt for `RemoteOperation`: all its requests share its seconds, the last argument."""
+
+    def attempt(*arguments: Any) -> T:
+        token = _deadline_of_call.set(time.monotonic() + arguments[-1])
+        try:
+            with _sdk_logs.silenced():
+                return send(*arguments[:-1])
+        finally:
+            _deadline_of_call.reset(token)
+
+    return attempt
+
+
+_MAX_BLOB_LENGTH = 6_144
+"""Of a ciphertext blob, in bytes. AWS refuses longer blobs."""
+
+_PENDING = ("PendingDeletion", "PendingReplicaDeletion")
+
+_USAGE, _SPEC = "ENCRYPT_DECRYPT", "SYMMETRIC_DEFAULT"
+
+
+class AwsKms(RemoteKmsClient):
+    """Wraps and unwraps with master keys in AWS KMS, named by key id, key ARN, alias or alias ARN.
+
+    Args:
+        settings: Endpoint, credentials and limits; all have defaults.
+        session: A boto3 session to use in place of a session made from the settings.
+        client: A boto3 client for KMS, in place of the endpoint, the region and the credentials in the settings.
+            Disable its retries. `close` leaves it open.
+        time_source: For tests.
+    """
+
+    backend = "aws"
+    new_keys_have = frozenset({"tags", "policy"})
+    Settings = AwsSettings
+    address_setting = "endpoint_url"
+    certificates_setting = "ca_bundle"
+    waiting_days = range(7, 31)
+
+    def __init__(
+        self,
+        settings: AwsSettings | None = None,
+        folder: Path = Path(),
+        *,
+        session: Any = None,
+        client: Any = None,
+        time_source: Time | None = None,
+    ) -> None:
+        self._settings = settings or AwsSettings()
+        super().__init__(self._settings, time_source)
+        if session is not None and client is not None:
+            raise ValueError("give either a session or a client")
+        if client is not None and self._settings.assume_role is not None:
+            raise ValueError("a client of the caller cannot assume a role; give a session")
+        self._given = "client" if client is not None else "session" if session is not None else ""
+        self._connection = AwsConnection(self._settings, folder, session, client)
+        self._aliases: dict[str, KmsArn | None] = {}
+
+    def close(self) -> None:
+        """Close threads and connections. A later call makes new ones."""
+        super().close()
+        self._connection.close()
+
+    # --- hooks ---
+
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        return self._operation("wrap").each(requests, _timed(self._encrypt))
+
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        return self._operation("unwrap").each(requests, _timed(self._decrypt))
+
+    def _rewrap_many(self, requests: Sequence[RewrapRequest]) -> list[str | KmsError]:
+        return self._operation("rewrap").each(requests, _timed(self._re_encrypt))
+
+    def _encrypt(self, request: WrapRequest) -> str:
+        answer = self._connection.call(
+            "encrypt",
+            KeyId=request.master_key_id,
+            Plaintext=request.key.reveal(),
+            EncryptionContext=self._settings.encryption_context,
+        )
+        self._check_identity(answer.get("KeyId"), request.master_key_id)
+        return _wrapped_key_in(answer)
+
+    def _decrypt(self, request: UnwrapRequest) -> SecretBytes:
+        answer = self._connection.call(
+            "decrypt",
+            # Without KeyId, AWS uses the key that the blob names, which may be an attacker's own.
+            KeyId=request.master_key_id,
+            CiphertextBlob=_blob_in(request.wrapped_key),
+            EncryptionContext=self._settings.encryption_context,
+        )
+        self._check_identity(answer.get("KeyId"), request.master_key_id)
+        return checked_key(answer.get("Plaintext"))
+
+    def _re_encrypt(self, request: RewrapRequest) -> str:
+        answer = self._re_encrypted(
+            request.master_key_id, request.new_master_key_id, _blob_in(request.wrapped_key)
+        )
+        self._check_identity(answer.get("SourceKeyId"), request.master_key_id)
+        self._check_identity(answer.get("KeyId"), request.new_master_key_id)
+        return _wrapped_key_in(answer)
+
+    def _re_encrypted(self, master_key_id: str, new_master_key_id: str, blob: bytes | None) -> dict[str, Any]:
+        """Re-encrypt a blob, or without one ask whether the caller may; errors name one of the master keys."""
+        context = self._settings.encryption_context
+        try:
+            return self._connection.call(
+                "re_encrypt",
+                SourceKeyId=master_key_id,
+                DestinationKeyId=new_master_key_id,
+                SourceEncryptionContext=context,
+                DestinationEncryptionContext=context,
+                **(_DRY_RUN if blob is None else {"CiphertextBlob": blob}),
+            )
+        except ClientError as error:
+            if blob is None and _is_permitted(error):
+                raise
+            concerned = _concerned(error, master_key_id, new_master_key_id)
+            failure = self._translate(error, "rewrap", concerned)
+            raise failure.about(self.backend, "rewrap", concerned) from None
+
+    def dry_run(self, moves: Sequence[tuple[str, str | None]]) -> list[KmsError | None]:
+        """Ask AWS KMS whether the caller may decrypt, or re-encrypt to another key; it ignores ciphertexts."""
+        name = "rewrap" if any(new for _, new in moves) else "unwrap"
+        return self._operation(name).each(moves, _timed(self._try), itemgetter(0))
+
+    def _try(self, move: tuple[str, str | None]) -> None:
+        master_key_id, new_master_key_id = move
+        try:
+            if new_master_key_id is None:
+                context = self._settings.encryption_context
+                self._connection.call("decrypt", KeyId=master_key_id, EncryptionContext=context, **_DRY_RUN)
+            else:
+                self._re_encrypted(master_key_id, new_master_key_id, None)
+        except ParamValidationError:
+            raise KmsConfigurationError(
+                "this version of boto3 cannot ask what is permitted", hint="Install boto3 1.42.50 or later."
+            ) from None
+        except ClientError as error:
+            if _is_permitted(error):
+                return
+            raise
+        raise KmsResponseInvalidError("it answered a dry run as if it was none")
+
+    def _describe(self, master_key_id: str) -> MasterKeyDescription:
+        def send() -> MasterKeyDescription:
+            arn, metadata = self._key_metadata(master_key_id)
+            if (metadata.get("KeyUsage", _USAGE), metadata.get("KeySpec", _SPEC)) != (_USAGE, _SPEC):
+                hint = "Choose a key with KeySpec SYMMETRIC_DEFAULT and KeyUsage ENCRYPT_DECRYPT."
+                raise KmsConfigurationError("it is not a symmetric encryption key", hint=hint)
+            return MasterKeyDescription(
+                master_key_id,
+                enabled=metadata.get("KeyState") == "Enabled",
+                current_version=metadata.get("CurrentKeyMaterialId"),
+                origin=metadata.get("Origin"),
+                rotates=self._rotates(str(arn)),
+            )
+
+        return self._operation("describe").call(master_key_id, _timed(send))
+
+    def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
+        arn = KmsArn.parse(master_key_id)
+        alias = master_key_id if arn is None else f"alias/{arn.name}" if arn.kind == "alias" else ""
+        if not alias.startswith("alias/"):
+            hint = "Name new master keys by an alias, such as `alias/tenant-{tenant}`."
+            raise KmsConfigurationError("AWS KMS itself chooses the id of a key", hint=hint)
+        given = {"Policy": policy} if policy else {}
+
+        def create() -> None:
+            pairs = [{"TagKey": name, "TagValue": value} for name, value in tags.items()]
+            key = self._connection.call("create_key", Tags=pairs, **given)["KeyMetadata"]
+            made = KmsArn.parse(key.get("Arn"))
+            try:
+                if arn and (made is None or (made.account, made.region) != (arn.account, arn.region)):
+                    raise KmsConfigurationError("it is in another account or region than these credentials")
+                self._connection.call("create_alias", AliasName=alias, TargetKeyId=key["KeyId"])
+            except BaseException:
+                # Without its alias, it would stay and cost money.
+                with contextlib.suppress(Exception):
+                    self._connection.call("schedule_key_deletion", KeyId=key["KeyId"], PendingWindowInDays=7)
+                raise
+
+        self._operation("create").call(master_key_id, _timed(create))
+
+    def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
+        def send() -> dict[str | None, datetime]:
+            arn, metadata = self._key_metadata(master_key_id)
+            dates: dict[str | None, object] = {None: metadata.get("CreationDate")}
+            parameters = {"KeyId": str(arn), "IncludeKeyMaterial": "ALL_KEY_MATERIAL"}
+            try:
+                while True:
+                    page = self._connection.call("list_key_rotations", **parameters)
+                    for rotation in page.get("Rotations", ()):
+                        if material := rotation.get("KeyMaterialId"):
+                            # Only the first key material was not made by a rotation.
+                            dates[material] = rotation.get("RotationDate", metadata.get("CreationDate"))
+                    if not page.get("Truncated"):
+                        break
+                    parameters["Marker"] = page["NextMarker"]
+            except (AttributeError, ParamValidationError):
+                # A boto3 that does not know the call, or its parameter.
+                pass
+            except ClientError as error:
+                # It needs another permission than DescribeKey, and not all keys have rotations.
+                if isinstance(aws_error(error), KmsThrottledError | KmsUnavailableError):
+                    raise
+            return {name: date.astimezone(UTC) for name, date in dates.items() if isinstance(date, datetime)}
+
+        return self._operation("describe").call(master_key_id, _timed(send))
+
+    def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
+        def schedule() -> None:
+            _, metadata = self._key_metadata(master_key_id)
+            # The answer to an earlier attempt may have been lost.
+            if metadata.get("KeyState") not in _PENDING:
+                _refuse_replicas(metadata)
+                days = self.waiting_days[-1] if waiting_days is None else waiting_days
+                self._connection.call("schedule_key_deletion", KeyId=metadata["KeyId"], PendingWindowInDays=days)
+
+        self._operation("delete").call(master_key_id, _timed(schedule))
+        return self._key_deletion_state(master_key_id)
+
+    def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        try:
+            arn, metadata = self._described(master_key_id)
+        except MasterKeyNotFoundError:
+            return KeyDeletion(master_key_id, "deleted")
+        word, date = str(metadata.get("KeyState")), metadata.get("DeletionDate")
+        current = metadata.get("CurrentKeyMaterialId")
+        answer = {"KeyState": word} | ({"DeletionDate": date.isoformat()} if isinstance(date, datetime) else {})
+        return KeyDeletion(
+            str(arn),
+            "scheduled" if word in _PENDING else "usable" if word == "Enabled" else "disabled",
+            {str(current): word} if current else {},
+            date.astimezone(UTC) if isinstance(date, datetime) else None,
+            answer,
+        )
+
+    def _cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
+        def cancel() -> None:
+            _, metadata = self._key_metadata(master_key_id)
+            if metadata.get("KeyState") in _PENDING:
+                self._connection.call("cancel_key_deletion", KeyId=metadata["KeyId"])
+
+        self._operation("cancel_deletion").call(master_key_id, _timed(cancel))
+        return self._key_deletion_state(master_key_id)
+
+    def _caller_identity(self) -> CallerIdentity:
+        if self._given == "client":
+            return super()._caller_identity()
+        name = self._operation("identify").call(None, _timed(self._connection.caller))
+        return CallerIdentity(name, "sts:GetCallerIdentity")
+
+    def _described(self, master_key_id: str) -> tuple[KmsArn, dict[str, Any]]:
+        describe = _timed(partial(self._key_metadata, master_key_id))
+        return self._operation("describe").call(master_key_id, describe)
+
+    def _key_metadata(self, master_key_id: str) -> tuple[KmsArn, dict[str, Any]]:
+        metadata = self._connection.call("describe_key", KeyId=master_key_id)["KeyMetadata"]
+        return _answered(metadata.get("Arn"), master_key_id), metadata
+
+    def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
+        hint = hint_for_missing_key(master_key_id, self._connection.region) if master_key_id else None
+        return aws_error(error, hint) or super()._translate(error, operation, master_key_id)
+
+    def _server(self) -> str:
+        return self._connection.address
+
+    def _principal(self) -> str:
+        """Return the caller's identity as far as the settings show it, without a call."""
+        if self._settings.assume_role is not None:
+            return f"{self._settings.assume_role.role_arn}/{self._settings.assume_role.session_name}"
+        if self._given:
+            return f"a {self._given} of the caller"
+        if self._settings.profile is not None:
+            return f"profile {self._settings.profile}"
+        return "access key" if self._settings.access_key_id is not None else "default credentials"
+
+    def _place(self) -> str:
+        return ""
+
+    def _identity(self, master_key_id: str) -> str:
+        arn = KmsArn.parse(master_key_id)
+        if arn is not None and arn.kind == "key":
+            return as_asked(master_key_id, self._connection.region)
+        return str(self._described(master_key_id)[0])
+
+    def _raw_obstacle(self) -> str:
+        return "Iceberg's own client sends no encryption_context" if self._settings.encryption_context else ""
+
+    def _may_be_of_others(self, master_key_id: str) -> bool:
+        # Key ids and aliases name keys in the caller's own account.
+        return master_key_id.startswith("arn:")
+
+    def _check_identity(self, key_id: object, master_key_id: str) -> None:
+        """Check that an answer is about the requested master key.
+
+        The target of an alias is remembered, None if this principal may not look it up. It is looked up again when
+        an answer is about another key.
+        """
+        arn = _answered(key_id, master_key_id)
+        if not is_alias(master_key_id):
+            return
+        if self._aliases.get(master_key_id, "") in (arn, None):
+            return
+        found = None
+        try:
+            found, _ = self._key_metadata(master_key_id)
+        except ClientError as error:
+            if not isinstance(aws_error(error), KmsAccessDeniedError):
+                raise
+        self._aliases[master_key_id] = found
+        if found not in (arn, None):
+            raise KmsResponseInvalidError(_ABOUT_ANOTHER, master_key_id=master_key_id)
+
+    def _rotates(self, arn: str) -> bool | None:
+        try:
+            rotates = self._connection.call("get_key_rotation_status", KeyId=arn).get("KeyRotationEnabled")
+        except (ClientError, BotoCoreError):
+            return None
+        return rotates if isinstance(rotates, bool) else None
+
+
+# --- checks of requests and answers ---
+
+_ABOUT_ANOTHER = "it is about another master key"
+_DRY_RUN: dict[str, Any] = {"DryRun": True, "DryRunModifiers": ["IGNORE_CIPHERTEXT"]}
+
+
+def _is_permitted(error: ClientError) -> bool:
+    return error.response.get("Error", {}).get("Code") == "DryRunOperationException"
+
+
+def _blob_in(wrapped_key: str) -> bytes:
+    try:
+        blob = strict_base64.decode(wrapped_key)
+    except ValueError:
+        blob = b""
+    if not 0 < len(blob) <= _MAX_BLOB_LENGTH:
+        raise WrappedKeyInvalidError("it was not made by AWS KMS")
+    return blob
+
+
+def _wrapped_key_in(answer: dict[str, Any]) -> str:
+    blob = answer.get("CiphertextBlob")
+    if not isinstance(blob, bytes) or not 0 < len(blob) <= _MAX_BLOB_LENGTH:
+        raise KmsResponseInvalidError("it contains no wrapped key")
+    return strict_base64.encode(blob)
+
+
+def _answered(key_id: object, master_key_id: str) -> KmsArn:
+    """Return the ARN in an answer, or raise if it cannot be the requested master key."""
+    arn = KmsArn.parse(key_id)
+    if arn is None or not may_stand_for(as_asked(master_key_id, arn.region), arn):
+        raise KmsResponseInvalidError(_ABOUT_ANOTHER, master_key_id=master_key_id)
+    return arn
+
+
+def _refuse_replicas(metadata: dict[str, Any]) -> None:
+    """Refuse to delete one of several keys with the same key material, which would still unwrap."""
+    regions = metadata.get("MultiRegionConfiguration") or {}
+    if regions.get("MultiRegionKeyType") == "REPLICA" or regions.get("ReplicaKeys"):
+        hint = "Delete its replicas in all other Regions first, then the primary key."
+        raise KmsConfigurationError("other Regions have replicas of it, which would still unwrap", hint=hint)
+
+
+def _concerned(error: ClientError, master_key_id: str, new_master_key_id: str) -> str:
+    """Return which of the two master keys the error of a ReEncrypt is about, by its text."""
+    text = str(error.response.get("Error", {}).get("Message", ""))
+    name, new_name = (id_.rpartition("/")[2] for id_ in (master_key_id, new_master_key_id))
+    if "kms:ReEncryptTo" in text or (new_name in text and name not in text):
+        return new_master_key_id
+    return master_key_id
 
 
 # --- the connection ---
@@ -234,16 +630,11 @@ _sdk_logs = SdkLogs("boto3", "botocore")
 _SHARE_OF_CONNECTING = 0.4
 """Of the timeout of one attempt; the rest is for the answer."""
 
-_deadline_of_call: ContextVar[float | None] = ContextVar("deadline_of_call", default=None)
-"""The deadline of the current call; None outside of calls of this package."""
-
 
 class AwsConnection:
     """Sends requests with a boto3 client, which it makes for the first request of each process.
 
-    Args:
-        session: A boto3 session to use in place of a session made from the settings.
-        client: A boto3 client for KMS, used with its own credentials, retries and timeouts.
+    A client of the caller is used with its own credentials, retries and timeouts.
     """
 
     def __init__(self, settings: AwsSettings, folder: Path, session: Any = None, client: Any = None) -> None:
@@ -268,31 +659,21 @@ class AwsConnection:
         region = f"region {self.region}" if self.region else ""
         return ", ".join(filter(None, [url, region]))
 
-    def call(self, method: str, deadline: float, **parameters: Any) -> dict[str, Any]:
-        """Send one request.
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Send one request; ARNs of multi-Region keys are changed to the client's region.
 
         If the KMS says that the credentials have expired, they are read or requested once more: a clock may be
         wrong, or they were revoked.
-
-        Args:
-            method: Method of the boto3 client.
-            deadline: Deadline on the monotonic clock.
-            parameters: Parameters of the method. ARNs of multi-Region keys are changed to the client's region.
         """
-        token = _deadline_of_call.set(deadline)
+        client = self._clients.get()
         try:
-            with _sdk_logs.silenced():
-                client = self._clients.get()
-                try:
-                    return self._send(client, method, parameters)
-                except ClientError as error:
-                    if self._given_client is not None or code_of(error) not in EXPIRED_CREDENTIALS:
-                        raise
-                if self._clients.get() is client:
-                    self._clients.take()
-                return self._send(self._clients.get(), method, parameters)
-        finally:
-            _deadline_of_call.reset(token)
+            return self._send(client, method, parameters)
+        except ClientError as error:
+            if self._given_client is not None or code_of(error) not in EXPIRED_CREDENTIALS:
+                raise
+        if self._clients.get() is client:
+            self._clients.take()
+        return self._send(self._clients.get(), method, parameters)
 
     def close(self) -> None:
         """Close the client's connections, unless the caller made the client."""
@@ -325,19 +706,12 @@ class AwsConnection:
         session = self._session or _base_session(self._settings)
         return session if self._settings.assume_role is None else self._session_in_role(session)
 
-    def caller(self, deadline: float) -> str:
+    def caller(self) -> str:
         """Return the ARN of the caller, from STS."""
         role = self._settings.assume_role
-        token = _deadline_of_call.set(deadline)
-        try:
-            with _sdk_logs.silenced():
-                client = self._opened(self._own_session().client, "sts", role.endpoint_url if role else None)
-                try:
-                    return str(client.get_caller_identity()["Arn"])
-                finally:
-                    client.close()
-        finally:
-            _deadline_of_call.reset(token)
+        url = role.endpoint_url if role else None
+        with contextlib.closing(self._opened(self._own_session().client, "sts", url)) as client:
+            return str(client.get_caller_identity()["Arn"])
 
     def _session_in_role(self, base: Any) -> Any:
         """Return a session with the role's credentials, which it renews before they expire."""
@@ -370,25 +744,6 @@ class AwsConnection:
     def _opened(self, make: Callable[..., Any], service: str, endpoint_url: str | None, **credentials: str) -> Any:
         """Return a client of the SDK with the limits of the settings."""
         self._check_certificates()
-        options = self._client_options() | credentials
-        client = make(service, endpoint_url=endpoint_url, **options)
-        self._check_endpoint(client)
-        if client.meta.endpoint_url.startswith("http:") and not self._settings.allow_http:
-            # The endpoint is on this machine. A proxy of the environment is not, and would see plaintext keys.
-            client.close()
-            options["config"] = options["config"].merge(Config(proxies={}))
-            client = make(service, endpoint_url=endpoint_url, **options)
-        client.meta.events.register(f"before-call.{service}", _set_read_timeout)
-        return client
-
-    def _check_endpoint(self, client: Any) -> None:
-        if mistake := mistake_in_url(
-            client.meta.endpoint_url, "endpoint_url", allow_http=self._settings.allow_http
-        ):
-            hint = "The environment or the AWS configuration files may have set it; `allow_http` allows it."
-            raise KmsConfigurationError(mistake, operation="connect", hint=hint)
-
-    def _client_options(self) -> dict[str, Any]:
         limits = self._settings
         connect_timeout = limits.call_timeout_seconds * _SHARE_OF_CONNECTING
         config = Config(  # type: ignore[call-arg, unused-ignore]  # the stubs do not have all
@@ -404,7 +759,24 @@ class AwsConnection:
             # For CloudTrail. The SDK's own user agent takes a tenth of the time of each call.
             user_agent=f"parquet-keytools Boto3/{boto3.__version__} Botocore/{botocore.__version__}",
         )
-        return {"region_name": limits.region, "verify": self._ca_bundle, "config": config}
+        options: dict[str, Any] = {"region_name": limits.region, "verify": self._ca_bundle, "config": config}
+        options |= {"endpoint_url": endpoint_url, **credentials}
+        client = make(service, **options)
+        self._check_endpoint(client)
+        if client.meta.endpoint_url.startswith("http:") and not self._settings.allow_http:
+            # The endpoint is on this machine. A proxy of the environment is not, and would see plaintext keys.
+            client.close()
+            options["config"] = config.merge(Config(proxies={}))
+            client = make(service, **options)
+        client.meta.events.register(f"before-call.{service}", _set_read_timeout)
+        return client
+
+    def _check_endpoint(self, client: Any) -> None:
+        if mistake := mistake_in_url(
+            client.meta.endpoint_url, "endpoint_url", allow_http=self._settings.allow_http
+        ):
+            hint = "The environment or the AWS configuration files may have set it; `allow_http` allows it."
+            raise KmsConfigurationError(mistake, operation="connect", hint=hint)
 
     @property
     def _ca_bundle(self) -> str | None:
@@ -567,33 +939,27 @@ _STATES = {
 _NAME_OF_KEY = re.compile(r"(arn:|alias/)\S+")
 """An alias may contain any word, also the name of a state."""
 
-_SDK_MEANINGS: list[tuple[Meaning, tuple[type[Exception], ...]]] = [
+_SDK_MEANINGS: dict[tuple[type[Exception], ...], Meaning] = {
+    (sdk.ConnectTimeoutError, sdk.ReadTimeoutError): Meaning(KmsUnavailableError, SILENT),
     (
-        Meaning(KmsUnavailableError, SILENT),
-        (sdk.ConnectTimeoutError, sdk.ReadTimeoutError),
+        sdk.ConnectionError,
+        sdk.HTTPClientError,
+        sdk.ResponseStreamingError,
+        sdk.MetadataRetrievalError,
+    ): _UNAVAILABLE,
+    (sdk.NoRegionError, sdk.InvalidRegionError): Meaning(
+        KmsConfigurationError, "the region is not known", "Set `region`, or AWS_REGION."
     ),
+    (sdk.ProfileNotFound,): Meaning(KmsConfigurationError, "there is no such profile", "Check `profile`."),
     (
-        _UNAVAILABLE,
-        (sdk.ConnectionError, sdk.HTTPClientError, sdk.ResponseStreamingError, sdk.MetadataRetrievalError),
+        *(sdk.NoCredentialsError, sdk.PartialCredentialsError, sdk.CredentialRetrievalError, sdk.SSOError),
+        *(sdk.TokenRetrievalError, sdk.NoAuthTokenError, sdk.RefreshWithMFAUnsupportedError),
+    ): _NO_CREDENTIALS,
+    (sdk.ParamValidationError,): Meaning(
+        KmsConfigurationError, "the SDK does not accept the request", _REQUEST_HINT
     ),
-    (
-        Meaning(KmsConfigurationError, "the region is not known", "Set `region`, or AWS_REGION."),
-        (sdk.NoRegionError, sdk.InvalidRegionError),
-    ),
-    (Meaning(KmsConfigurationError, "there is no such profile", "Check `profile`."), (sdk.ProfileNotFound,)),
-    (
-        _NO_CREDENTIALS,
-        (
-            *(sdk.NoCredentialsError, sdk.PartialCredentialsError, sdk.CredentialRetrievalError, sdk.SSOError),
-            *(sdk.TokenRetrievalError, sdk.NoAuthTokenError, sdk.RefreshWithMFAUnsupportedError),
-        ),
-    ),
-    (
-        Meaning(KmsConfigurationError, "the SDK does not accept the request", _REQUEST_HINT),
-        (sdk.ParamValidationError,),
-    ),
-    (Meaning(KmsConfigurationError), (sdk.BotoCoreError,)),
-]
+    (sdk.BotoCoreError,): Meaning(KmsConfigurationError),
+}
 
 
 def code_of(error: ClientError) -> str:
@@ -662,4 +1028,4 @@ def _meaning_in_sdk(error: Exception) -> Meaning | None:
     ):
         # The SDK failed to parse an answer, such as a redirect with status 303.
         return Meaning(KmsResponseInvalidError, "the SDK cannot read it")
-    return next((meaning for meaning, kinds in _SDK_MEANINGS if isinstance(error, kinds)), None)
+    return next((meaning for kinds, meaning in _SDK_MEANINGS.items() if isinstance(error, kinds)), None)

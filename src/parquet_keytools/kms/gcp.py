@@ -1,4 +1,9 @@
-"""The settings of Google Cloud KMS, its credentials, a gRPC channel that is safe with forks, and errors."""
+"""A KMS client of Google Cloud KMS.
+
+A wrapped key is the base64 of the ciphertext of Cloud KMS, so any tool with the permission to call Decrypt can
+unwrap it. The ciphertext hides the version of the master key that made it. The raw form is the ciphertext of a
+call without additional authenticated data, as in Iceberg's `GcpKeyManagementClient`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,11 @@ import contextlib
 import json
 import logging
 import re
+import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,12 +26,13 @@ from google.auth import identity_pool, impersonated_credentials
 from google.auth.credentials import TokenState
 from google.auth.exceptions import GoogleAuthError, TransportError
 from google.auth.transport.requests import Request
-from google.cloud.kms_v1 import KeyManagementServiceClient
+from google.cloud import kms_v1
 from google.cloud.kms_v1.services.key_management_service.transports import KeyManagementServiceGrpcTransport
 from google.oauth2 import credentials as user_credentials
 from google.oauth2 import service_account
 from pydantic import Field, model_validator
 
+from parquet_keytools import strict_base64
 from parquet_keytools.errors import (
     KmsAccessDeniedError,
     KmsConfigurationError,
@@ -35,9 +44,24 @@ from parquet_keytools.errors import (
     MasterKeyNotFoundError,
     WrappedKeyInvalidError,
 )
-from parquet_keytools.kms.remote_client import RemoteKmsSettings, bytes_of_context
+from parquet_keytools.kms.client import (
+    CallerIdentity,
+    KeyDeletion,
+    MasterKeyDescription,
+    UnwrapRequest,
+    WrapRequest,
+)
+from parquet_keytools.kms.remote_client import (
+    RemoteKmsClient,
+    RemoteKmsSettings,
+    RemoteOperation,
+    Time,
+    bytes_of_context,
+)
 from parquet_keytools.kms.transport import REFUSED, SILENT, SdkLogs, is_loopback
-from parquet_keytools.runtime.threads_and_forks import CallGate, ForkSafeLock
+from parquet_keytools.runtime.presentation import expanded
+from parquet_keytools.runtime.threads_and_forks import CallGate, ForkSafeLock, OwnerProcess, PerProcess
+from parquet_keytools.secret_bytes import SecretBytes
 
 _ENDPOINT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?")
 _EMAIL = r"^[^@\s]+@[^@\s]+$"
@@ -114,6 +138,314 @@ class GcpSettings(RemoteKmsSettings):
         return bytes_of_context(self.additional_authenticated_data)
 
 
+_CRYPTO_KEY = re.compile(rf"{KEY_RING.pattern}/cryptoKeys/{NAME}")
+_CRYPTO_KEY_VERSION = re.compile(rf"({_CRYPTO_KEY.pattern})/cryptoKeyVersions/([1-9][0-9]{{0,8}})")
+_SHORT_NAME = re.compile(NAME)
+_FORM = "projects/PROJECT/locations/LOCATION/keyRings/KEY_RING/cryptoKeys/KEY"
+
+_STATES = kms_v1.CryptoKeyVersion.CryptoKeyVersionState
+_ENABLED = kms_v1.CryptoKeyVersion.CryptoKeyVersionState.ENABLED
+_ENCRYPT_DECRYPT = kms_v1.CryptoKey.CryptoKeyPurpose.ENCRYPT_DECRYPT
+
+
+class GcpKms(RemoteKmsClient):
+    """Wraps and unwraps with Encrypt and Decrypt of Cloud KMS, with checksums both ways.
+
+    Cloud KMS cannot re-encrypt: a re-wrap is Decrypt and Encrypt, and this process sees the key.
+
+    Args:
+        settings: Key ring, endpoint, credentials and limits.
+        client: A client that uses gRPC, in place of the endpoint and the credentials in the settings.
+            `close` leaves it open, and forked children cannot use it.
+        time_source: For tests.
+    """
+
+    backend = "gcp"
+    new_keys_have = frozenset({"tags"})
+    Settings = GcpSettings
+    address_setting = "endpoint"
+    certificates_setting = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
+
+    def __init__(
+        self,
+        settings: GcpSettings | None = None,
+        folder: Path = Path(),
+        *,
+        client: kms_v1.KeyManagementServiceClient | None = None,
+        time_source: Time | None = None,
+    ) -> None:
+        self.settings = settings or GcpSettings()
+        super().__init__(self.settings, time_source)
+        if client is not None and not isinstance(client.transport, KeyManagementServiceGrpcTransport):
+            hint = "Make it with transport='grpc'."
+            raise KmsConfigurationError("the client does not use gRPC", hint=hint).about("gcp", "connect", None)
+        self._folder = folder
+        self._client = client
+        self._owner = OwnerProcess()
+        self._key_ring = self.settings.key_ring_name()
+        self._aad = self.settings.aad()
+        self._aad_fields: dict[str, Any] = {}
+        if self._aad:
+            self._aad_fields["additional_authenticated_data"] = self._aad
+            self._aad_fields["additional_authenticated_data_crc32c"] = crc32c(self._aad)
+        self._connections = PerProcess(self._connect)
+        self._last_connection: GcpConnection | None = None
+
+    def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
+        """Return False: Cloud KMS has no request that re-wraps."""
+        return False
+
+    def close(self) -> None:
+        """Close threads and the channel. A later call makes new ones."""
+        super().close()
+        connection = self._connections.take()
+        if connection is not None and self._client is None:
+            connection.close()
+
+    def __repr__(self) -> str:
+        return f"<GcpKms at {self._server()}>"
+
+    # --- hooks ---
+
+    def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
+        return self._authenticated("wrap").each(requests, self._encrypt)
+
+    def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
+        return self._authenticated("unwrap").each(requests, self._decrypt)
+
+    def _authenticated(self, name: str) -> RemoteOperation:
+        """Begin an operation with a fresh token, so that a failure to get one is a single error."""
+        operation = self._operation(name)
+        connection = self._last_connection
+        if connection is None or not connection.is_ready:
+            operation.call(None, lambda seconds: self._connections.get().authenticate(seconds))
+        return operation
+
+    def _encrypt(self, request: WrapRequest, seconds: float) -> str:
+        name, key = self._key_name(request.master_key_id), request.key.reveal()
+        message = kms_v1.EncryptRequest(name=name, plaintext=key, plaintext_crc32c=crc32c(key), **self._aad_fields)
+        answer = self._send("encrypt", message, seconds)
+        wrong = None
+        if not answer.verified_plaintext_crc32c:
+            wrong = "Cloud KMS did not check the checksum of the key"
+        elif self._aad and not answer.verified_additional_authenticated_data_crc32c:
+            wrong = "Cloud KMS did not check the checksum of the additional authenticated data"
+        elif not answer.ciphertext or answer.ciphertext_crc32c != crc32c(answer.ciphertext):
+            wrong = "the checksum of the wrapped key is wrong"
+        elif version_of(answer.name, name) is None:
+            wrong = "the answer is about another key"
+        if wrong:
+            raise KmsResponseInvalidError(wrong)
+        return strict_base64.encode(answer.ciphertext)
+
+    def _decrypt(self, request: UnwrapRequest, seconds: float) -> SecretBytes:
+        name = self._key_name(request.master_key_id)
+        try:
+            ciphertext = strict_base64.decode(request.wrapped_key)
+        except ValueError:
+            raise WrappedKeyInvalidError("it is not base64") from None
+        message = kms_v1.DecryptRequest(
+            name=name, ciphertext=ciphertext, ciphertext_crc32c=crc32c(ciphertext), **self._aad_fields
+        )
+        answer = self._send("decrypt", message, seconds)
+        if answer.plaintext_crc32c != crc32c(answer.plaintext):
+            raise KmsResponseInvalidError("the checksum of the key is wrong")
+        return SecretBytes(answer.plaintext)
+
+    def probe(self, master_key_id: str) -> str | None:
+        """Return a wrapped key that Cloud KMS never made: IAM is checked before ciphertexts."""
+        return strict_base64.encode(secrets.token_bytes(60))
+
+    def _describe(self, master_key_id: str) -> MasterKeyDescription:
+        name = self._key_name(master_key_id)
+        operation = self._operation("describe")
+        send = partial(self._send, "get_crypto_key", kms_v1.GetCryptoKeyRequest(name=name))
+        key = operation.call(master_key_id, send)
+        if key.name != name:
+            raise KmsResponseInvalidError("the answer is about another key")
+        if key.purpose != _ENCRYPT_DECRYPT:
+            raise KmsConfigurationError("the key is not for symmetric encryption (purpose ENCRYPT_DECRYPT)")
+        primary, enabled, origin = key.primary, None, None
+        if primary:
+            origin = primary.protection_level.name + (", imported" if primary.import_job else "")
+        with contextlib.suppress(KmsAccessDeniedError):
+            versions = self._versions(operation, name, master_key_id, "state=ENABLED")
+            enabled = tuple(sorted((number for number, v in versions if v.state == _ENABLED), key=int))
+        return MasterKeyDescription(
+            master_key_id,
+            enabled=bool(primary) and primary.state == _ENABLED,
+            current_version=version_of(primary.name, name) if primary else None,
+            enabled_versions=enabled,
+            origin=origin,
+            rotates="rotation_period" in key,
+        )
+
+    def _create_master_key(self, master_key_id: str, tags: Mapping[str, str], policy: str | None) -> None:
+        key_ring, _, name = self._key_name(master_key_id).rpartition("/cryptoKeys/")
+        key = kms_v1.CryptoKey(purpose=_ENCRYPT_DECRYPT, labels=tags)
+        request = kms_v1.CreateCryptoKeyRequest(parent=key_ring, crypto_key_id=name, crypto_key=key)
+        self._operation("create").call(master_key_id, partial(self._send, "create_crypto_key", request))
+
+    def _version_dates(self, master_key_id: str) -> dict[str | None, datetime]:
+        name = self._key_name(master_key_id)
+        versions = self._versions(self._operation("describe"), name, master_key_id)
+        return {number: version.create_time.astimezone(UTC) for number, version in versions if version.create_time}
+
+    def _schedule_key_deletion(self, master_key_id: str, waiting_days: int | None) -> KeyDeletion:
+        concerned = set(_STATES) - {_STATES.DESTROYED, _STATES.DESTROY_SCHEDULED}
+        return self._change_versions("delete", "destroy", master_key_id, concerned)
+
+    def _cancel_key_deletion(self, master_key_id: str) -> KeyDeletion:
+        concerned = {_STATES.DESTROY_SCHEDULED}
+        return self._change_versions("cancel_deletion", "restore", master_key_id, concerned)
+
+    def _change_versions(self, name: str, verb: str, master_key_id: str, states: Collection[Any]) -> KeyDeletion:
+        """Change each version in some states; a repeated call continues with the others."""
+        operation = self._operation(name)
+        for _, version in list(self._versions(operation, self._key_name(master_key_id), master_key_id)):
+            if version.state in states:
+                request = {"name": version.name}
+                operation.call(master_key_id, partial(self._send, f"{verb}_crypto_key_version", request))
+        return self._key_deletion_state(master_key_id)
+
+    def _key_deletion_state(self, master_key_id: str) -> KeyDeletion:
+        name = self._key_name(master_key_id)
+        try:
+            versions = dict(self._versions(self._operation("describe"), name, master_key_id))
+        except MasterKeyNotFoundError:
+            return KeyDeletion(name, "deleted")
+        states = {version.state for version in versions.values()}
+        words = {number: version.state.name for number, version in versions.items()}
+        if states <= {_STATES.DESTROYED}:
+            return KeyDeletion(name, "deleted", words)
+        if states <= {_STATES.DESTROYED, _STATES.DESTROY_SCHEDULED}:
+            # The last version to go; the times of the others are in the KMS.
+            times = [v.destroy_time.astimezone(UTC) for v in versions.values() if v.destroy_time]
+            return KeyDeletion(name, "scheduled", words, max(times, default=None))
+        return KeyDeletion(name, "usable" if _ENABLED in states else "disabled", words)
+
+    def _caller_identity(self) -> CallerIdentity:
+        self._authenticated("identify")
+        tokens = self._last_connection.tokens if self._last_connection is not None else None
+        if tokens is None or not tokens.email:
+            return super()._caller_identity()
+        return CallerIdentity(tokens.email, "the credentials of Google Cloud; Cloud KMS has no such call")
+
+    def _translate(self, error: Exception, operation: str, master_key_id: str | None) -> KmsError:
+        return kms_error(error, operation) or super()._translate(error, operation, master_key_id)
+
+    def _server(self) -> str:
+        return self.settings.endpoint if self._client is None else self._client.api_endpoint
+
+    def _place(self) -> str:
+        return ""
+
+    def _identity(self, master_key_id: str) -> str:
+        return self._key_name(master_key_id)
+
+    def _raw_obstacle(self) -> str:
+        return "Iceberg's own client sends no additional authenticated data" if self._aad else ""
+
+    def _may_be_of_others(self, master_key_id: str) -> bool:
+        return "/" in master_key_id and not master_key_id.startswith(f"{self._key_ring}/cryptoKeys/")
+
+    def _principal(self) -> str:
+        """Return the caller's identity as far as it is known without a call."""
+        if self._client is not None:
+            return "a client of the caller"
+        if self.settings.impersonate_service_account:
+            return self.settings.impersonate_service_account
+        tokens = self._last_connection.tokens if self._last_connection is not None else None
+        return (tokens and tokens.email) or "application default credentials"
+
+    # --- names: `projects/*/locations/*/keyRings/*/cryptoKeys/*`, and versions below them ---
+
+    def _key_name(self, master_key_id: str) -> str:
+        """Return the resource name of a master key, given its resource name or its name in the key ring."""
+        if _CRYPTO_KEY.fullmatch(master_key_id):
+            return master_key_id
+        if version := _CRYPTO_KEY_VERSION.fullmatch(master_key_id):
+            detail = "this names one version of the key"
+            hint = f"Name the key: {version[1]}. Cloud KMS finds the version."
+        elif not _SHORT_NAME.fullmatch(master_key_id):
+            detail, hint = "this is not the name of a key in Cloud KMS", f"Its form is {_FORM}."
+        elif self._key_ring is None:
+            detail = "a short name needs a key ring"
+            hint = f"Set project, location and key_ring under kms, or write it in full: {_FORM}."
+        else:
+            return f"{self._key_ring}/cryptoKeys/{master_key_id}"
+        raise KmsConfigurationError(detail, hint=hint)
+
+    # --- connection ---
+
+    def _connect(self) -> GcpConnection:
+        if self._client is not None:
+            if not self._owner.is_here:
+                detail = "the client that was passed in belongs to the parent process"
+                hint = "Make a client in each process, or let the configuration make it."
+                raise KmsConfigurationError(detail, hint=hint, operation="connect")
+            self._last_connection = GcpConnection(self._client, None)
+            return self._last_connection
+        settings, tokens = self.settings, None
+        if not settings.insecure:
+            file = settings.credentials_file
+            credentials = load_credentials(
+                self._folder / expanded(file) if file is not None else None,
+                settings.impersonate_service_account,
+                settings.impersonation_delegates,
+                settings.quota_project,
+            )
+            tokens = TokenSource(credentials)
+        self._last_connection = GcpConnection(open_client(settings.endpoint, insecure=settings.insecure), tokens)
+        return self._last_connection
+
+    def _versions(
+        self, operation: RemoteOperation, name: str, master_key_id: str, wanted: str = ""
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the versions of a master key, with their numbers."""
+        page_token = ""
+        while True:
+            request = kms_v1.ListCryptoKeyVersionsRequest(parent=name, filter=wanted, page_token=page_token)
+            page = operation.call(master_key_id, partial(self._send, "list_crypto_key_versions", request))
+            for version in page.crypto_key_versions:
+                if number := version_of(version.name, name):
+                    yield number, version
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    def _send(self, method: str, request: Any, seconds: float) -> Any:
+        return self._connections.get().call(method, request, seconds)
+
+
+def version_of(version_name: str, key_name: str) -> str | None:
+    """Return the number in the name of a key version, or None if the version is not one of this key."""
+    parts = _CRYPTO_KEY_VERSION.fullmatch(version_name)
+    return parts[2] if parts and parts[1] == key_name else None
+
+
+# --- CRC32C (Castagnoli), the checksum of Cloud KMS ---
+
+_REVERSED_POLYNOMIAL = 0x82F63B78
+
+
+def _entry(byte: int) -> int:
+    for _ in range(8):
+        byte = (byte >> 1) ^ (_REVERSED_POLYNOMIAL if byte & 1 else 0)
+    return byte
+
+
+_TABLE = tuple(map(_entry, range(256)))
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC32C of some bytes. Wrapped keys are short, so plain Python is fast enough (ADR 7)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = (crc >> 8) ^ _TABLE[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
+
+
 # --- credentials ---
 
 
@@ -145,10 +477,6 @@ def load_credentials(
         impersonate: Email of a service account to act as.
         delegates: Service accounts in between, each of which may act as the next.
         quota_project: Project whose quota is used, if it is not the project of the credentials.
-
-    Raises:
-        KmsConfigurationError: The file is missing, or of another kind. The text quotes nothing from it.
-        google.auth.exceptions.GoogleAuthError: There are no application default credentials.
     """
     # Some kinds of credentials are used at once, to find the project.
     with SDK_LOGS.silenced():
@@ -207,15 +535,7 @@ class TokenSource:
         return email_of(self._credentials)
 
     def headers(self, url: str, seconds: float) -> list[tuple[str, str]]:
-        """Return headers for a call.
-
-        Args:
-            url: URL of the service.
-            seconds: Timeout for a new token, including the wait for another thread that requests it.
-
-        Raises:
-            google.auth.exceptions.GoogleAuthError: No token is available.
-        """
+        """Return headers for a call; the timeout for a new token includes the wait for another thread."""
         deadline = time.monotonic() + seconds
 
         def request(*arguments: Any, **options: Any) -> Any:
@@ -234,11 +554,7 @@ class TokenSource:
         return [(name.lower(), value) for name, value in headers.items()]
 
     def refused(self, headers: Sequence[tuple[str, str]], seconds: float) -> bool:
-        """Note that the token in these headers was refused: it was revoked, or a clock is wrong.
-
-        Returns:
-            Whether the next headers may have another token.
-        """
+        """Note that a token was refused: revoked, or a clock is wrong. Returns whether another may be had."""
         with self._turn(seconds):
             if dict(headers).get("authorization") != f"Bearer {self._credentials.token}":
                 return True
@@ -289,9 +605,7 @@ GRPC_CALLS = CallGate()
 class GcpConnection:
     """Sends calls to Cloud KMS, each once, unless its token is refused.
 
-    Args:
-        client: The client; its retries and timeouts are not used.
-        tokens: Source of tokens; None if the client authenticates itself, or without authentication.
+    The retries and timeouts of the client are not used. Without tokens, it authenticates itself, if at all.
     """
 
     def __init__(self, client: Any, tokens: TokenSource | None) -> None:
@@ -305,10 +619,7 @@ class GcpConnection:
         return self.tokens is None or self.tokens.is_fresh
 
     def call(self, method: str, request: Any, seconds: float) -> Any:
-        """Send one request, within a timeout that includes a new token.
-
-        If the token is refused, the request is sent once more with another token.
-        """
+        """Send one request, and once more if its token is refused; the timeout includes a new token."""
         deadline = time.monotonic() + seconds
         headers = self.authenticate(seconds)
         try:
@@ -332,7 +643,7 @@ class GcpConnection:
         self.client.transport.close()
 
 
-def open_client(endpoint: str, *, insecure: bool) -> KeyManagementServiceClient:
+def open_client(endpoint: str, *, insecure: bool) -> kms_v1.KeyManagementServiceClient:
     """Return a client with a channel of its own, which connects when it is first used."""
     with GRPC_CALLS:
         if insecure:
@@ -340,7 +651,7 @@ def open_client(endpoint: str, *, insecure: bool) -> KeyManagementServiceClient:
             channel = grpc.insecure_channel(endpoint, [*_OPTIONS, ("grpc.enable_http_proxy", 0)])
         else:
             channel = grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(), _OPTIONS)
-        return KeyManagementServiceClient(
+        return kms_v1.KeyManagementServiceClient(
             transport=KeyManagementServiceGrpcTransport(host=endpoint, channel=channel)
         )
 
@@ -407,14 +718,10 @@ def kms_error(error: Exception, operation: str) -> KmsError | None:
     """Return the `KmsError` that replaces an exception, or None for an exception of another library."""
     if isinstance(error, GoogleAuthError):
         is_passing = isinstance(error, TransportError) or error.retryable
-        kind = KmsUnavailableError if is_passing else KmsConfigurationError
-        return kind(f"no access token: {type(error).__name__}", hint=_CREDENTIALS_HINT)
-    if isinstance(error, GoogleAPICallError):
-        return _of_call(error, operation)
-    return KmsUnavailableError("the gRPC call failed") if isinstance(error, grpc.RpcError) else None
-
-
-def _of_call(error: GoogleAPICallError, operation: str) -> KmsError:
+        of_token = KmsUnavailableError if is_passing else KmsConfigurationError
+        return of_token(f"no access token: {type(error).__name__}", hint=_CREDENTIALS_HINT)
+    if not isinstance(error, GoogleAPICallError):
+        return KmsUnavailableError("the gRPC call failed") if isinstance(error, grpc.RpcError) else None
     status = getattr(error.grpc_status_code, "name", "UNKNOWN")
     kind = _BY_STATUS.get(status, KmsResponseInvalidError)
     reasons = _reasons(error)
@@ -427,7 +734,9 @@ def _of_call(error: GoogleAPICallError, operation: str) -> KmsError:
         kind, hint = WrappedKeyInvalidError, _WRONG_WRAPPED_KEY_HINT
     known = [words for sign, words in _UNREACHABLE.items() if status == "UNAVAILABLE" and sign in text]
     detail = ", ".join([*known[:1], status, *reasons])
-    return kind(detail, hint=hint, retry_after_seconds=_retry_after(error))
+    delays = [found.retry_delay for found in error.details if hasattr(found, "retry_delay")]  # of a RetryInfo
+    wait = max([0.0, *(float(delay.seconds + delay.nanos / 1e9) for delay in delays)])
+    return kind(detail, hint=hint, retry_after_seconds=wait)
 
 
 def _reasons(error: GoogleAPICallError) -> list[str]:
@@ -435,9 +744,3 @@ def _reasons(error: GoogleAPICallError) -> list[str]:
     violations = [violation for detail in error.details for violation in getattr(detail, "violations", ())]
     candidates = {error.reason, *(getattr(violation, "type", None) for violation in violations)}
     return sorted(reason for reason in candidates if isinstance(reason, str) and _REASON.fullmatch(reason))
-
-
-def _retry_after(error: GoogleAPICallError) -> float:
-    """Return how long a RetryInfo asks to wait, in seconds; 0 without one."""
-    delays = [detail.retry_delay for detail in error.details if hasattr(detail, "retry_delay")]
-    return max([0.0, *(float(delay.seconds + delay.nanos / 1e9) for delay in delays)])
