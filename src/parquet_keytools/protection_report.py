@@ -36,6 +36,9 @@ NOT_STATED = "not stated by the KMS"
 EXAMPLES = 5
 """How many files an exception names at most."""
 
+_WhyNot = tuple[bool, str] | None
+"""None if a key can be unwrapped; otherwise whether it was refused, and why it cannot."""
+
 _FILES_AT_A_TIME = 1000
 _THREADS = 16
 
@@ -70,16 +73,11 @@ class ProtectingKey:
 
 @dataclass(frozen=True)
 class KeyVersion:
-    """A version of a master key that the KMS states, whether or not a file needs it.
-
-    Attributes:
-        key: Identifier of the master key in the KMS.
-        version: The version; None for the master key itself.
-        created: When it was created, as ISO 8601 in UTC.
-    """
+    """A version of a master key that the KMS states, whether or not a file needs it; `created` is ISO 8601."""
 
     key: str
     version: str | None
+    """None for the master key itself."""
     created: str
 
 
@@ -99,15 +97,14 @@ class Access:
     unknown: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
-    def count(self, why_not: tuple[bool, str] | None) -> None:
-        """Count a file: None if it is read, otherwise whether a key was refused, and why."""
+    def count(self, why_not: _WhyNot) -> None:
+        """Count a file."""
         if why_not is None:
             self.reads += 1
-            return
-        is_refused, reason = why_not
-        self.refused += is_refused
-        self.unknown += not is_refused
-        self.reasons[reason] += 1
+        else:
+            self.refused += why_not[0]
+            self.unknown += not why_not[0]
+            self.reasons[why_not[1]] += 1
 
 
 @dataclass
@@ -139,21 +136,15 @@ class ColumnReport:
 
 @dataclass(frozen=True)
 class ReportedFile:
-    """A Parquet file.
-
-    Attributes:
-        path: Its path.
-        modified: Its modification time, as ISO 8601 in UTC; None if the file system has none. Not authenticated.
-        encrypted: Whether it is encrypted, or may be.
-        keys: Positions in `ProtectionReport.keys`.
-        problem: Why its keys are not all proven; empty if they are.
-    """
+    """A Parquet file, which is encrypted, or may be; `modified` is ISO 8601 in UTC, and not authenticated."""
 
     path: str
     modified: str | None
     encrypted: bool
     keys: tuple[int, ...] = ()
+    """Positions in `ProtectionReport.keys`."""
     problem: str = ""
+    """Why its keys are not all proven; empty if they are."""
 
 
 @dataclass(frozen=True)
@@ -234,39 +225,26 @@ def make_report(
 ) -> ProtectionReport:
     """Examine a file, or the files of a folder.
 
-    Args:
-        keytools: The configuration of the auditor: its KMS opens the files.
-        location: The file or folder, or the result of `FileLocation.resolve_all`.
-        readers: Name -> configuration whose access is measured.
-        table_name: The table of the files; None if the configuration has only one.
-        aad_prefix: The AAD prefix that every file must have.
-        verify: Whether the files are verified, which reads and authenticates all of them.
-        on_file: Called with each file when it is listed, and when it is verified.
-
-    Raises:
-        FileNotFoundError: The file or folder does not exist.
-        NoParquetFilesError: The folder has no Parquet files.
+    `keytools` has the configuration of the auditor: its KMS opens the files. `readers` are configurations whose
+    access is measured. `on_file` is called with each file when it is listed, and when it is verified.
     """
     report = _Report(readers, keytools.configuration.template_of)
     report.look_around(location)
-    files = keytools.key_inventory(location, table_name=table_name, aad_prefix=aad_prefix)
+    options: dict[str, Any] = {"table_name": table_name, "aad_prefix": aad_prefix}
+    files = keytools.key_inventory(location, **options)
     while batch := list(itertools.islice(files, _FILES_AT_A_TIME)):
         report.add(batch)
         for file in batch:
             on_file(file)
     report.date_keys(keytools.kms)
-    conforms, verdict = None, None
+    checked: DataSetReport | FileReport | None = None
     if verify:
-        checked: DataSetReport | FileReport
         if location.is_folder():
-            checked = keytools.verify_folder(
-                location, table_name=table_name, aad_prefix=aad_prefix, on_progress=on_file
-            )
+            checked = keytools.verify_folder(location, on_progress=on_file, **options)
         else:
-            checked = keytools.verify_file(location, table_name=table_name, aad_prefix=aad_prefix)
-        conforms, verdict = checked.conforms, checked.verdict.value
+            checked = keytools.verify_file(location, **options)
         report.add_verification(checked)
-    return report.end(location, conforms, verdict)
+    return report.end(location, checked)
 
 
 # --- access ---
@@ -293,8 +271,7 @@ class _Reader:
         if all(isinstance(answer, ends) and not answer.others_may_answer for answer in answers):
             self.unreachable = answers[0]
 
-    def why_not(self, use: UsedKey) -> tuple[bool, str] | None:
-        """Return None if the KMS unwrapped a key; otherwise whether it refused, and why not."""
+    def why_not(self, use: UsedKey) -> _WhyNot:
         request = _request(use)
         if request is None:
             return False, "a data key, which no KMS unwraps"
@@ -317,22 +294,6 @@ def _request(use: UsedKey) -> UnwrapRequest | None:
 # --- making a report ---
 
 
-@dataclass
-class _Group:
-    """Equal remarks about several files."""
-
-    count: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    def add(self, example: str) -> None:
-        self.count += 1
-        if len(self.examples) < EXAMPLES:
-            self.examples.append(example)
-
-    def remark(self, text: str, *, is_problem: bool) -> Remark:
-        return Remark(is_problem, text, self.count, tuple(self.examples))
-
-
 _KeyName = tuple[Literal["master key", "data key"], str, str | None]
 _ColumnName = tuple[Part, str]
 _FOOTER: _ColumnName = ("footer", "")
@@ -351,8 +312,7 @@ class _Report:
         self._template_of = template_of
         self._readers = {name: _Reader(reader.kms) for name, reader in readers.items()}
         self._modified: dict[str, datetime | None] = {}
-        self._left_out: dict[LeftOutReason, _Group] = defaultdict(_Group)
-        self._not_parquet: list[str] = []
+        self._left_out: dict[LeftOutReason, list[str]] = defaultdict(list)
         self._columns: dict[_ColumnName, ColumnReport] = {}
         self._positions: dict[_KeyName, int] = {}
         self._key_files: Counter[int] = Counter()
@@ -360,13 +320,12 @@ class _Report:
         self._dates: dict[str, dict[str | None, datetime] | str] = {}
         self._files: list[ReportedFile] = []
         self._plaintext: list[str] = []
-        self._plaintext_columns: dict[str, _Group] = defaultdict(_Group)
-        self._failed: dict[str, _Group] = defaultdict(_Group)
+        self._plaintext_columns: dict[str, list[str]] = defaultdict(list)
+        self._failed: dict[str, list[str]] = defaultdict(list)
         self._failures: list[Exception] = []
         self._problems: list[Remark] = []
         self._not_examined: list[Remark] = []
         self._unreadable = self._skipped = 0
-        self._is_verified = False
 
     def look_around(self, location: FileLocation) -> None:
         """Note the modification times of Parquet files, and what else there is."""
@@ -375,10 +334,8 @@ class _Report:
             if isinstance(entry, ParquetFile):
                 found.append(entry.location)
             elif isinstance(entry, LeftOut):
-                if entry.reason is LeftOutReason.NOT_PARQUET:
-                    self._not_parquet.append(entry.path)
-                else:
-                    self._left_out[entry.reason].add(entry.path)
+                self._left_out[entry.reason].append(entry.path)
+        self._not_parquet = self._left_out.pop(LeftOutReason.NOT_PARQUET, [])
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="parquet-keytools-report") as pool:
             for file, modified in zip(found, pool.map(_modified, found), strict=True):
                 self._modified[str(file)] = modified
@@ -395,7 +352,7 @@ class _Report:
         problem = ""
         if file.unknown is not None:
             problem = _general(file.unknown, file.path)
-            self._failed[problem].add(file.path)
+            self._failed[problem].append(file.path)
             self._failures.append(file.unknown)
         self._unreadable += file.is_unseen
         self._skipped += file.is_skipped
@@ -411,7 +368,7 @@ class _Report:
         for column in file.plaintext_columns:
             self._column(("column", column)).plaintext_files += 1
             if file.is_encrypted:
-                self._plaintext_columns[column].add(file.path)
+                self._plaintext_columns[column].append(file.path)
         for name in {*dict(protected), *(("column", column) for column in file.plaintext_columns)}:
             self._columns[name].files += 1
         if not file.is_encrypted:
@@ -441,7 +398,7 @@ class _Report:
         is_shown = file.unknown is None or isinstance(file.unknown, KmsError | KeyNotAvailableError)
         for name, reader in self._readers.items():
             opening = reader.why_not(footer) if is_shown else (False, "the file is not authentic")
-            outcomes: dict[_ColumnName, tuple[bool, str] | None]
+            outcomes: dict[_ColumnName, _WhyNot]
             outcomes = {("column", column): opening for column in file.footer_key_columns}
             for use in file.uses:
                 # Several columns with hidden names are one line.
@@ -461,10 +418,9 @@ class _Report:
 
     def add_verification(self, checked: DataSetReport | FileReport) -> None:
         """Note the broken rules, and the rules that could not be checked."""
-        self._is_verified = True
         files = checked.files if isinstance(checked, DataSetReport) else (checked,)
-        broken: dict[str, tuple[bool, _Group]] = {}
-        unchecked: dict[str, _Group] = defaultdict(_Group)
+        broken: dict[tuple[bool, str], list[str]] = defaultdict(list)
+        unchecked: dict[str, list[str]] = defaultdict(list)
         results = [(file.path, result) for file in files for result in file.rules]
         if isinstance(checked, DataSetReport):
             results += [(checked.path, result) for result in checked.rules]
@@ -473,25 +429,19 @@ class _Report:
                 rule = result.rule
                 text = f"{rule.severity.value} of rule {rule.id} (section {rule.section}). Risk: {rule.gain}"
                 finding = result.findings[0].message if result.findings else rule.holds
-                group = broken.setdefault(text, (rule.severity is Severity.VIOLATION, _Group()))[1]
-                group.add(f"{path}: {finding}")
+                broken[rule.severity is Severity.VIOLATION, text].append(f"{path}: {finding}")
         # One file has many rules that the same reason leaves unchecked.
         for path, reason in dict.fromkeys((path, reason) for path, result in results for reason in result.reasons):
-            unchecked[reason.replace(path, "<file>")].add(path)
+            unchecked[reason.replace(path, "<file>")].append(path)
         if not checked.conforms:
-            text = f"The verdict of verification: {checked.verdict.value}."
-            self._problems.append(Remark(True, text))
-        self._problems += [
-            group.remark(f"Verification: {text}", is_problem=is_violation)
-            for text, (is_violation, group) in broken.items()
-        ]
-        self._not_examined += [
-            group.remark(f"Rules that verification could not check: {reason}", is_problem=False)
-            for reason, group in unchecked.items()
-        ]
+            self._problems.append(Remark(True, f"The verdict of verification: {checked.verdict.value}."))
+        for (is_violation, text), found in broken.items():
+            self._problems.append(_listed(is_violation, f"Verification: {text}", found))
+        for reason, paths in unchecked.items():
+            text = f"Rules that verification could not check: {reason}"
+            self._not_examined.append(_listed(False, text, paths))
 
-    def end(self, location: FileLocation, conforms: bool | None, verdict: str | None) -> ProtectionReport:
-        """Return the report."""
+    def end(self, location: FileLocation, checked: DataSetReport | FileReport | None) -> ProtectionReport:
         names = sorted(self._positions, key=lambda name: tuple(part or "" for part in name))
         order = {self._positions[name]: position for position, name in enumerate(names)}
         for column in self._columns.values():
@@ -503,8 +453,8 @@ class _Report:
         return ProtectionReport(
             paths=location.only or (str(location),),
             made=_text(datetime.now(UTC)) or "",
-            verdict=verdict,
-            conforms=conforms,
+            verdict=None if checked is None else checked.verdict.value,
+            conforms=None if checked is None else checked.conforms,
             counts={
                 "encrypted": encrypted,
                 "plaintext": len(self._plaintext),
@@ -513,7 +463,7 @@ class _Report:
                 "not_parquet": len(self._not_parquet),
             },
             exceptions=tuple(sorted(self._exceptions(columns, names), key=lambda remark: not remark.is_problem)),
-            not_examined=tuple(self._unexamined(names)),
+            not_examined=tuple(self._unexamined(names, is_verified=checked is not None)),
             keys=tuple(self._key(name) for name in names),
             columns=tuple(columns),
             timeline=self._timeline(),
@@ -540,11 +490,10 @@ class _Report:
             return None, "not known: it is not in a KMS"
         if isinstance(dates, str):
             return None, dates
-        if version in dates:
-            return _text(
-                dates[version]
-            ), "" if version is not None else "the master key; the version is not visible"
-        return None, NOT_STATED
+        if version not in dates:
+            return None, NOT_STATED
+        note = "" if version is not None else "the master key; the version is not visible"
+        return _text(dates[version]), note
 
     def _timeline(self) -> tuple[KeyVersion, ...]:
         stated = [
@@ -560,8 +509,8 @@ class _Report:
         yield from self._problems
         if self._plaintext:
             yield _listed(True, "Files that are not encrypted at all.", self._plaintext)
-        for text, group in self._failed.items():
-            yield group.remark(f"Files whose keys could not be proven: {text}", is_problem=True)
+        for text, paths in self._failed.items():
+            yield _listed(True, f"Files whose keys could not be proven: {text}", paths)
         mixed = [column.title for column in columns if column.keys and column.plaintext_files]
         if mixed:
             yield _listed(True, "Columns that are encrypted in some files and plaintext in others.", mixed)
@@ -569,8 +518,8 @@ class _Report:
             if reader.unreachable is not None:
                 text = f"The KMS of configuration {name} did not answer: what it reads is unknown."
                 yield Remark(True, text, 1, (str(reader.unreachable),))
-        for column, group in self._plaintext_columns.items():
-            yield group.remark(f"Column {column} is plaintext in encrypted files.", is_problem=False)
+        for name, paths in self._plaintext_columns.items():
+            yield _listed(False, f"Column {name} is plaintext in encrypted files.", paths)
         several = [
             column.title
             for column in columns
@@ -582,14 +531,14 @@ class _Report:
         if self._not_parquet:
             yield _listed(False, "Files that are not Parquet.", self._not_parquet)
 
-    def _unexamined(self, names: Sequence[_KeyName]) -> Iterator[Remark]:
-        for reason, group in self._left_out.items():
-            yield group.remark(f"Skipped: {reason.value}.", is_problem=False)
+    def _unexamined(self, names: Sequence[_KeyName], *, is_verified: bool) -> Iterator[Remark]:
+        for reason, paths in self._left_out.items():
+            yield _listed(False, f"Skipped: {reason.value}.", paths)
         if self._not_parquet:
             text = "The content of files that are not Parquet was not examined."
             yield _listed(False, text, self._not_parquet)
         yield from self._not_examined
-        if not self._is_verified:
+        if not is_verified:
             text = "Page data was not authenticated, and no rules were checked: --no-verify was given."
             yield Remark(False, text)
         if hidden := self._columns.get(("hidden", "")):
@@ -598,12 +547,10 @@ class _Report:
         unstated = [f"{name[1]}@{name[2] or '?'}" for name in names if self._created(name)[0] is None]
         if unstated:
             yield _listed(False, f"The creation time of key versions: {NOT_STATED}.", unstated)
+        text = "Who reads which column: no configuration was named with --as."
         if self._readers:
-            yield Remark(
-                False, "Who else may read: the access of other principals, which the KMS's policies state."
-            )
-        else:
-            yield Remark(False, "Who reads which column: no configuration was named with --as.")
+            text = "Who else may read: the access of other principals, which the KMS's policies state."
+        yield Remark(False, text)
         yield Remark(False, "Modification times are from the file system, and nothing authenticates them.")
 
 

@@ -97,6 +97,7 @@ HOOKS = {
 _FILE_IO, _TABLE = "parquet_keytools.iceberg.EncryptedFileIO", "parquet_keytools.iceberg.EncryptedTable"
 
 NOT_PROMISED = {
+    "parquet_keytools.errors.kms_failure",
     "parquet_keytools.errors.value_or_raise",
     "parquet_keytools.errors.without_frames",
     # For tables of Iceberg, whose part of the package is the one to be used.

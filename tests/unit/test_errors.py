@@ -92,6 +92,7 @@ def test_attributes_a_plugin_adds_survive_a_pickle() -> None:
     error.request_id = "r-1"
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), again.request_id, str(again)) == (PluginError, "r-1", str(error))
+    assert error.after(3, 1.0).tries == 3
 
 
 class PluginError(KmsUnavailableError):

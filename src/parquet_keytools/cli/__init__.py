@@ -1,6 +1,7 @@
 """`parquet-keytools`: the command line."""
 
-# Nothing slow is imported here: `--help` must be fast.
+# Nothing slow is imported at the top of the files here, but of `file_work` and `conformance_report`: `--help` must
+# be fast.
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -26,16 +27,13 @@ from parquet_keytools.cli import (
     iceberg,
     keys,
     keystore,
-    pkcs11,
     report,
-    rotate,
     scan,
     serve,
     spark,
-    tenants,
 )
 from parquet_keytools.cli.options import with_flags
-from parquet_keytools.cli.output import ExitStatus, error_text, say, set_arguments, status_of
+from parquet_keytools.cli.output import ExitStatus, error_text, keep_context, say, status_of
 from parquet_keytools.runtime.threads_and_forks import someone_waiting
 
 
@@ -44,7 +42,8 @@ class CommandGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep the arguments, and parse them."""
-        set_arguments(ctx, args)
+        ctx.obj = tuple(args)
+        keep_context(ctx, None)
         return super().parse_args(ctx, with_flags(args))
 
     def invoke(self, ctx: Any) -> Any:
@@ -113,14 +112,7 @@ def _interrupted_by_signals() -> Iterator[None]:
 def _warnings_on_stderr() -> Iterator[None]:
     """Print each warning as one line, without its place in the source."""
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, *_: object, **__: object) -> None:
         say(f"Warning: {message}")
 
     with warnings.catch_warnings():
@@ -191,7 +183,7 @@ app.command("check")(check.check_command)
 app.command("encrypt")(convert.encrypt_command)
 app.command("decrypt")(convert.decrypt_command)
 app.command("rekey")(convert.rekey_command)
-app.command("rotate")(rotate.rotate_command)
+app.command("rotate")(convert.rotate_command)
 app.command("keys")(keys.keys_command)
 app.command("hash-key")(keys.hash_key_command)
 app.command("inspect")(check.inspect_command)
@@ -202,11 +194,11 @@ app.command("erase")(erase.erase_command)
 app.command("serve", short_help="Serve files as plain Parquet over HTTP and S3.")(serve.serve_command)
 app.command("mount", short_help="Mount files as a folder of plain Parquet files.")(serve.mount_command)
 app.add_typer(keystore.app, name="keystore", epilog=EXIT_STATUS)
-app.add_typer(pkcs11.app, name="pkcs11", epilog=EXIT_STATUS)
+app.add_typer(keystore.pkcs11_app, name="pkcs11", epilog=EXIT_STATUS)
 app.add_typer(spark.app, name="spark", epilog=EXIT_STATUS)
 app.add_typer(iceberg.app, name="iceberg", epilog=EXIT_STATUS)
-app.add_typer(tenants.app, name="tenants", epilog=EXIT_STATUS)
-for _group in (app, keystore.app, pkcs11.app, spark.app, iceberg.app, tenants.app):
+app.add_typer(keys.tenants_app, name="tenants", epilog=EXIT_STATUS)
+for _group in (app, keystore.app, keystore.pkcs11_app, spark.app, iceberg.app, keys.tenants_app):
     for _command in _group.registered_commands:
         _command.epilog = EXIT_STATUS
 

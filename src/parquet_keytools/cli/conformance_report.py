@@ -253,9 +253,10 @@ def show_file(report: FileReport) -> None:
     if report.damage is not None:
         _show_damage(report.damage)
     counts = Counter(result.outcome for result in report.rules)
-    outcomes = [
-        f"{counts[outcome]} {_outcome_text(outcome, counts[outcome])}" for outcome in Outcome if counts[outcome]
-    ]
+    words = {outcome: outcome.value for outcome in Outcome}
+    if counts[Outcome.HOLDS] != 1:
+        words[Outcome.HOLDS] = "hold"
+    outcomes = [f"{counts[outcome]} {word}" for outcome, word in words.items() if counts[outcome]]
     answer(f"  rules: {', '.join(outcomes)}")
     answer(f"  {_verdict_text(report.verdict, [report])}")
 
@@ -316,10 +317,6 @@ def _show_conforming(files: Sequence[FileReport]) -> None:
     for rule in sorted(broken, key=_severity):
         answer(f"  {_heading(rule)} in {broken[rule]:,} of them")
         _show_rule(rule)
-
-
-def _outcome_text(outcome: Outcome, number: int) -> str:
-    return "hold" if outcome is Outcome.HOLDS and number != 1 else outcome.value
 
 
 def _heading(rule: Rule) -> str:

@@ -1,6 +1,5 @@
 """`parquet-keytools iceberg`: keys of encrypted Apache Iceberg tables."""
 
-# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import datetime
@@ -13,20 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.options import ReportOptions, config_option, pairs_of, with_options
-from parquet_keytools.cli.output import (
-    Branch,
-    ExitStatus,
-    Messages,
-    answer,
-    is_verbose,
-    json_wanted,
-    number_of,
-    print_json,
-    print_table,
-    size_text,
-    terminal_width,
-)
+from parquet_keytools.cli import options as opt
+from parquet_keytools.cli import output as out
 
 if TYPE_CHECKING:
     from parquet_keytools.iceberg.metadata import TableEncryption
@@ -46,10 +33,10 @@ TableArgument = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableOptions(ReportOptions):
+class TableOptions(opt.ReportOptions):
     """Where a table is, and which KMS opens its keys."""
 
-    config: Annotated[Path | None, config_option("The YAML configuration: its KMS opens the keys.")] = None
+    config: Annotated[Path | None, opt.config_option("The YAML configuration: its KMS opens the keys.")] = None
     catalog: Annotated[
         str | None,
         typer.Option("--catalog", metavar="NAME", help="A catalog that PyIceberg knows, as in .pyiceberg.yaml."),
@@ -66,24 +53,20 @@ class TableOptions(ReportOptions):
         with _iceberg_installed():
             from parquet_keytools.iceberg.table_audit import located_table
 
-        return located_table(table, self.config, self.catalog, pairs_of(self.properties, "--property"))
+        return located_table(table, self.config, self.catalog, opt.pairs_of(self.properties, "--property"))
 
     def to_write(self, table: str, option: str) -> Any:
-        """Return the table to write; `option` needs a catalog.
-
-        Raises:
-            typer.BadParameter: There is no catalog.
-        """
+        """Return the table to write; `option` needs a catalog."""
         if self.catalog is None:
             raise typer.BadParameter("this commits to a catalog: give --catalog, too.", param_hint=option)
         with _iceberg_installed():
             from parquet_keytools.iceberg.encrypted_table import load_table_to_write
 
-        return load_table_to_write(self.catalog, table, self.config, pairs_of(self.properties, "--property"))
+        return load_table_to_write(self.catalog, table, self.config, opt.pairs_of(self.properties, "--property"))
 
 
 @app.command("inspect")
-@with_options(TableOptions)
+@opt.with_options(TableOptions)
 def inspect_table_command(table: TableArgument, options: TableOptions) -> None:
     """Show the key chain: master keys, KEKs with their age, snapshots, manifests and files.
 
@@ -94,7 +77,7 @@ def inspect_table_command(table: TableArgument, options: TableOptions) -> None:
 
 
 @app.command("verify")
-@with_options(TableOptions)
+@opt.with_options(TableOptions)
 def verify_table_command(table: TableArgument, options: TableOptions) -> None:
     """Check each link of the key chain, and each file of every snapshot to its last byte.
 
@@ -104,18 +87,19 @@ def verify_table_command(table: TableArgument, options: TableOptions) -> None:
     _audit(options.located(table), with_data=True)
 
 
-RemoveOption = Annotated[
-    bool,
-    typer.Option(
-        "--remove-unneeded",
-        help="First remove the keys that no snapshot needs, as one commit; with --catalog only.",
-    ),
-]
-
-
 @app.command("keys")
-@with_options(TableOptions)
-def table_keys_command(table: TableArgument, options: TableOptions, remove_unneeded: RemoveOption = False) -> None:
+@opt.with_options(TableOptions)
+def table_keys_command(
+    table: TableArgument,
+    options: TableOptions,
+    remove_unneeded: Annotated[
+        bool,
+        typer.Option(
+            "--remove-unneeded",
+            help="First remove the keys that no snapshot needs, as one commit; with --catalog only.",
+        ),
+    ] = False,
+) -> None:
     """Show which master keys and KEKs a table depends on, and keys that nothing needs.
 
     Only the metadata file is read, and no KMS is called.
@@ -123,18 +107,18 @@ def table_keys_command(table: TableArgument, options: TableOptions, remove_unnee
     if remove_unneeded:
         options.to_write(table, "--remove-unneeded").remove_unneeded_keys()
     encryption = options.located(table).encryption
-    if json_wanted():
-        print_json(_keys_document(encryption))
+    if out.json_wanted():
+        out.print_json(_keys_document(encryption))
     else:
         _show_keys(encryption)
 
 
-NameArgument = Annotated[str, typer.Argument(metavar="TABLE", help="Name of the table, such as db.people.")]
-
-
 @app.command("rotate")
-@with_options(TableOptions)
-def rotate_table_command(table: NameArgument, options: TableOptions) -> None:
+@opt.with_options(TableOptions)
+def rotate_table_command(
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="Name of the table, such as db.people.")],
+    options: TableOptions,
+) -> None:
     """Re-wrap the KEKs of a table under the current version of their master key, as one commit.
 
     Needs --catalog. Only the metadata file is replaced. The property encryption.key-id never changes. If the
@@ -143,12 +127,11 @@ def rotate_table_command(table: NameArgument, options: TableOptions) -> None:
     loaded = options.to_write(table, "rotate")
     rotated = loaded.rotate()
     master_key_id = loaded.known().encryption.master_key_id
-    if json_wanted():
-        print_json({"table": table, "master_key_id": master_key_id, "rotated_keks": list(rotated)})
+    if out.json_wanted():
+        out.print_json({"table": table, "master_key_id": master_key_id, "rotated_keks": list(rotated)})
     else:
-        answer(
-            f"{table}: {number_of(len(rotated), 'KEK')} re-wrapped under the current version of {master_key_id}."
-        )
+        keks = out.number_of(len(rotated), "KEK")
+        out.answer(f"{table}: {keks} re-wrapped under the current version of {master_key_id}.")
 
 
 @contextmanager
@@ -167,14 +150,14 @@ def _audit(located: LocatedTable, *, with_data: bool) -> None:
     from parquet_keytools.iceberg.table_audit import TableAudit
 
     report = TableAudit(located, with_data=with_data).run()
-    if json_wanted():
-        print_json(_table_document(report))
+    if out.json_wanted():
+        out.print_json(_table_document(report))
     else:
         if not with_data:
-            answer("\n".join(_tree(report).lines(terminal_width())))
+            out.answer("\n".join(_tree(report).lines(out.terminal_width())))
         _show_findings(report)
     if report.findings:
-        raise typer.Exit(ExitStatus.KMS_FAILED if report.kms_failed else ExitStatus.NO)
+        raise typer.Exit(out.ExitStatus.KMS_FAILED if report.kms_failed else out.ExitStatus.NO)
 
 
 # --- results ---
@@ -188,24 +171,12 @@ def _table_document(report: TableReport) -> dict[str, Any]:
     encryption = report.encryption
     return {
         "metadata": encryption.metadata_location,
-        "location": encryption.location,
-        "table_uuid": encryption.table_uuid,
-        "is_encrypted": encryption.is_encrypted,
-        "master_key_id": encryption.master_key_id,
-        "master_key_ids": report.master_key_ids,
-        "keks": report.keks,
-        "unneeded_keys": list(encryption.unneeded_keys),
-        "snapshots": encryption.snapshots,
+        **out.picked(encryption, "location", "table_uuid", "is_encrypted", "master_key_id"),
+        **out.picked(report, "master_key_ids", "keks"),
+        **out.picked(encryption, "unneeded_keys", "snapshots"),
         "files": [
-            {
-                "location": link.location,
-                "kind": link.kind,
-                "length": link.length,
-                "is_encrypted": link.is_encrypted,
-                "snapshot_ids": link.snapshot_ids,
-                "lists": [child.location for child in link.children],
-                "problems": link.problems,
-            }
+            out.picked(link, "location", "kind", "length", "is_encrypted", "snapshot_ids", "problems")
+            | {"lists": [child.location for child in link.children]}
             for link in report.files
         ],
         "orphan_files": report.orphans,
@@ -220,12 +191,8 @@ def _keys_document(encryption: TableEncryption) -> dict[str, Any]:
         "master_key_id": encryption.master_key_id,
         "master_key_ids": sorted({kek.encrypted_by_id for kek in encryption.keks}),
         "keks": [
-            {
-                "key_id": kek.key_id,
-                "master_key_id": kek.encrypted_by_id,
-                "timestamp_ms": kek.timestamp_ms,
-                "snapshot_ids": _snapshots_under(encryption, kek.key_id),
-            }
+            out.picked(kek, "key_id", "timestamp_ms")
+            | {"master_key_id": kek.encrypted_by_id, "snapshot_ids": _snapshots_under(encryption, kek.key_id)}
             for kek in encryption.keks
         ],
         "unneeded_keys": encryption.unneeded_keys,
@@ -251,42 +218,40 @@ def _date(timestamp_ms: int | None) -> str:
 
 def _show_keys(encryption: TableEncryption) -> None:
     if not encryption.is_encrypted:
-        answer(f"{encryption.metadata_location}: the table is not encrypted.")
+        out.answer(f"{encryption.metadata_location}: the table is not encrypted.")
         return
-    print_table(
-        f"KEKs of {encryption.metadata_location}",
-        ["Master key", "KEK", "Made", "Snapshots"],
-        [
-            [k.encrypted_by_id, k.key_id, _date(k.timestamp_ms), str(len(_snapshots_under(encryption, k.key_id)))]
-            for k in encryption.keks
-        ],
-    )
-    answer(f"New KEKs are wrapped by the master key {encryption.master_key_id!r}.")
+    rows = [
+        [k.encrypted_by_id, k.key_id, _date(k.timestamp_ms), str(len(_snapshots_under(encryption, k.key_id)))]
+        for k in encryption.keks
+    ]
+    title = f"KEKs of {encryption.metadata_location}"
+    out.print_table(title, ["Master key", "KEK", "Made", "Snapshots"], rows)
+    out.answer(f"New KEKs are wrapped by the master key {encryption.master_key_id!r}.")
     _show_unneeded(encryption.unneeded_keys)
 
 
 def _show_unneeded(keys: Sequence[str]) -> None:
     if keys:
-        answer(f"No snapshot needs {number_of(len(keys), 'key')}: {', '.join(keys)}")
+        out.answer(f"No snapshot needs {out.number_of(len(keys), 'key')}: {', '.join(keys)}")
 
 
 _RED = partial(typer.style, fg="red")
 
 
-def _tree(report: TableReport) -> Branch:
+def _tree(report: TableReport) -> out.Branch:
     """Return the key chain as a tree."""
     encryption = report.encryption
-    root = Branch(encryption.metadata_location, partial(typer.style, bold=True))
+    root = out.Branch(encryption.metadata_location, partial(typer.style, bold=True))
     shown: set[str] = set()
 
-    def add(parent: Branch, text: str, problems: Sequence[str] = ()) -> Branch:
+    def add(parent: out.Branch, text: str, problems: Sequence[str] = ()) -> out.Branch:
         branch = parent.add(text, _RED if problems else str)
         for problem in problems:
             branch.add(problem, _RED)
         return branch
 
-    def add_link(parent: Branch, link: ChainLink) -> None:
-        size = "" if link.length is None else f", {size_text(link.length)}"
+    def add_link(parent: out.Branch, link: ChainLink) -> None:
+        size = "" if link.length is None else f", {out.size_text(link.length)}"
         state = "" if link.is_encrypted or not encryption.is_encrypted else ", PLAINTEXT"
         shared = f", shared by {len(link.snapshot_ids)} snapshots" if link.is_shared else ""
         branch = add(parent, f"{link.kind} {link.location}{size}{state}{shared}", link.problems)
@@ -299,7 +264,7 @@ def _tree(report: TableReport) -> Branch:
         if len(link.children) > _MOST_CHILDREN:
             branch.add(f"and {len(link.children) - _MOST_CHILDREN:,} more")
 
-    def add_lists(parent: Branch, kek_id: str | None) -> None:
+    def add_lists(parent: out.Branch, kek_id: str | None) -> None:
         for link in report.lists:
             if _kek_of(report, link) == kek_id:
                 add_link(add(parent, f"snapshot {link.snapshot_ids[0]}"), link)
@@ -325,38 +290,38 @@ def _kek_of(report: TableReport, link: ChainLink) -> str | None:
 
 
 def _kek_text(kek: KekReport) -> str:
-    age = "of unknown age" if kek.age_days is None else f"{number_of(kek.age_days, 'day')} old"
+    age = "of unknown age" if kek.age_days is None else f"{out.number_of(kek.age_days, 'day')} old"
     if kek.age_days is not None and kek.age_days < 0:
         age = "made in the future, as its KEY_TIMESTAMP says"
     due = ", due: the next writer makes a new one" if kek.is_due else ""
-    return f"KEK {kek.key_id}, {age}{due}, {number_of(kek.manifest_lists, 'manifest list')}"
+    return f"KEK {kek.key_id}, {age}{due}, {out.number_of(kek.manifest_lists, 'manifest list')}"
 
 
 def _show_findings(report: TableReport) -> None:
     """Print the problems, and a summary."""
     encryption = report.encryption
-    problems = Messages(_RED("problem"), answer, noun="link")
+    problems = out.Messages(_RED("problem"), out.answer, noun="link")
     for link, problem in report.findings:
         problems.add(link, f"{link}: {problem}")
     problems.print()
     _show_unneeded(list(encryption.unneeded_keys))
     orphans = report.orphans or []
-    for orphan in orphans if is_verbose() else orphans[:_MOST_ORPHANS]:
-        answer(f"orphan: nothing names {orphan}")
+    for orphan in orphans if out.is_verbose() else orphans[:_MOST_ORPHANS]:
+        out.answer(f"orphan: nothing names {orphan}")
     if orphans:
-        more = 0 if is_verbose() else len(orphans) - _MOST_ORPHANS
-        answer(
+        more = 0 if out.is_verbose() else len(orphans) - _MOST_ORPHANS
+        out.answer(
             (f"And {more:,} more orphans; --verbose lists all. " if more > 0 else "")
             + "Expired snapshots leave such files, and so do commits that failed or are in progress."
         )
     shared = sum(link.is_shared for link in report.links.values())
-    files = number_of(len(report.files), "file")
-    snapshots = number_of(len(encryption.snapshots), "snapshot")
+    files = out.number_of(len(report.files), "file")
+    snapshots = out.number_of(len(encryption.snapshots), "snapshot")
     master_keys = ", ".join(report.master_key_ids) or "none"
-    answer(f"{snapshots}, {files}, {shared:,} of them shared by snapshots; master keys: {master_keys}.")
+    out.answer(f"{snapshots}, {files}, {shared:,} of them shared by snapshots; master keys: {master_keys}.")
     if not encryption.is_encrypted:
-        answer("The table is not encrypted.")
+        out.answer("The table is not encrypted.")
     elif report.findings:
-        answer(f"{number_of(len(report.findings), 'problem')}.")
+        out.answer(f"{out.number_of(len(report.findings), 'problem')}.")
     else:
-        answer("Nothing is wrong.")
+        out.answer("Nothing is wrong.")

@@ -1,12 +1,11 @@
-"""`parquet-keytools keys` and `hash-key`."""
+"""`parquet-keytools keys`, `hash-key` and `tenants`."""
 
-# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import errno
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -14,59 +13,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.options import (
-    AadPrefixOption,
-    ConfigOption,
-    IgnoreSkippedOption,
-    PathsArgument,
-    ReportOptions,
-    TableOption,
-    config_option,
-    locations_of,
-    open_keytools,
-    with_options,
-)
-from parquet_keytools.cli.output import (
-    ExitStatus,
-    FilesDocument,
-    Messages,
-    answer,
-    error_fields,
-    grouped_rows,
-    number_of,
-    print_table,
-    progress_bar,
-    say,
-    status_of_all,
-    to_dict,
-)
+from parquet_keytools.cli import options as opt
+from parquet_keytools.cli import output as out
 
 if TYPE_CHECKING:
+    from parquet_keytools.files.tenant_keys import TenantKey
     from parquet_keytools.keytools import Keytools
     from parquet_keytools.rotation.inventory import FileKeyUses, UsedKey
-    from parquet_keytools.rotation.rewrapper import SameMasterKey
-
-KeysConfigOption = Annotated[
-    Path | None, config_option("The YAML configuration: its KMS opens footers that hide keys of columns.")
-]
-FailIfUsesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--fail-if-uses",
-        metavar="KEY[@VERSION]",
-        help="Exit with 1 if a file needs this master key, or if that is unknown. Repeatable.",
-    ),
-]
 
 
-@with_options(ReportOptions)
+@opt.with_options(opt.ReportOptions)
 def keys_command(
-    paths: PathsArgument,
-    config: KeysConfigOption = None,
-    table: TableOption = None,
-    aad_prefix: AadPrefixOption = None,
-    fail_if_uses: FailIfUsesOption = None,
-    ignore_skipped: IgnoreSkippedOption = False,
+    paths: opt.PathsArgument,
+    config: Annotated[
+        Path | None, opt.config_option("The YAML configuration: its KMS opens footers that hide keys of columns.")
+    ] = None,
+    table: opt.TableOption = None,
+    aad_prefix: opt.AadPrefixOption = None,
+    fail_if_uses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fail-if-uses",
+            metavar="KEY[@VERSION]",
+            help="Exit with 1 if a file needs this master key, or if that is unknown. Repeatable.",
+        ),
+    ] = None,
+    ignore_skipped: opt.IgnoreSkippedOption = False,
 ) -> None:
     """Show which files and columns depend on which master key.
 
@@ -74,18 +46,16 @@ def keys_command(
     column keys inside encrypted footers are not visible, and versions are unknown.
     """
     from parquet_keytools.keytools import Keytools
-    from parquet_keytools.rotation.rewrapper import same_master_key
 
-    location = locations_of(paths, "PATH")
+    location = opt.locations_of(paths, "PATH")
     with Keytools.from_mapping({"version": 1}) if config is None else Keytools.from_yaml(config) as keytools:
         if table is not None:
             keytools.configuration.select_table(table)
         wanted = [wanted_key(keytools, text) for text in fail_if_uses or []]
-        same, template_of = same_master_key(keytools.kms), keytools.configuration.template_of
-        tally = _KeysTally(wanted, same, template_of, with_kms=keytools.kms is not None)
-        with FilesDocument() as document:
+        tally = _KeysTally(keytools, wanted)
+        with out.FilesDocument() as document:
             try:
-                with progress_bar() as progress:
+                with out.progress_bar() as progress:
                     for file in keytools.key_inventory(
                         location, table_name=table, aad_prefix=aad_prefix, ignore_skipped=ignore_skipped
                     ):
@@ -99,7 +69,7 @@ def keys_command(
                                 "plaintext_columns": file.plaintext_columns,
                                 "footer_key_columns": file.footer_key_columns,
                                 "all_keys_seen": file.unknown is None,
-                                **error_fields(file.unknown),
+                                **out.error_fields(file.unknown),
                             }
                         )
             except FileNotFoundError as error:
@@ -109,31 +79,31 @@ def keys_command(
             document.end(tally.document())
     tally.show()
     status = tally.status
-    if status is not ExitStatus.DONE:
+    if status is not out.ExitStatus.DONE:
         raise typer.Exit(status)
 
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the secret in the configuration.")]
-MasterKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--master-key",
-        metavar="KEY",
-        help="The master key that wraps the secret. By default, the master key that wraps an existing secret.",
-    ),
-]
-
-
-def hash_key_command(name: NameArgument, config: ConfigOption, master_key: MasterKeyOption = None) -> None:
+def hash_key_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the secret in the configuration.")],
+    config: opt.ConfigOption,
+    master_key: Annotated[
+        str | None,
+        typer.Option(
+            "--master-key",
+            metavar="KEY",
+            help="The master key that wraps the secret. By default, the master key that wraps an existing secret.",
+        ),
+    ] = None,
+) -> None:
     """Create a secret for `denied_columns: hash`, or re-wrap one.
 
     Prints the lines for the configuration. If the configuration has a secret of this name, it is re-wrapped, and
     digests stay the same.
     """
-    with open_keytools(config) as keytools:
+    with opt.open_keytools(config) as keytools:
         is_known = name in keytools.configuration.hash_keys
         made = keytools.wrap_hash_key(name, master_key)
-    say(
+    out.say(
         "This is the same secret, re-wrapped: digests stay the same."
         if is_known
         else "This is a new secret. Keep it: without it, the same digests cannot be made again."
@@ -145,7 +115,7 @@ def hash_key_command(name: NameArgument, config: ConfigOption, master_key: Maste
         f"    master_key: {json.dumps(made.master_key)}",
         f"    wrapped_key: {json.dumps(made.wrapped_key)}",
     ]
-    answer("\n".join(lines))
+    out.answer("\n".join(lines))
 
 
 # --- which keys to look for ---
@@ -171,19 +141,9 @@ class WantedKey:
 
 
 def wanted_key(keytools: Keytools, text: str) -> WantedKey:
-    """Return the master key that `KEY[@VERSION]` names.
-
-    Raises:
-        ConfigurationError: The KMS has no such master key or version, or it is a data key, or no version follows
-            the `@`. Otherwise it would seem that nothing needs the key.
-    """
+    """Return the master key that `KEY[@VERSION]` names; refuse one that does not exist: it would seem unneeded."""
     from parquet_keytools.config.document import did_you_mean, one_of
-    from parquet_keytools.errors import (
-        ConfigurationError,
-        KmsError,
-        KmsUnavailableError,
-        MasterKeyNotFoundError,
-    )
+    from parquet_keytools.errors import ConfigurationError, KmsError, KmsUnavailableError, MasterKeyNotFoundError
     from parquet_keytools.rotation.rewrapper import check_version
 
     names = keytools.configuration.master_keys
@@ -221,7 +181,6 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
 # --- the results of `keys` ---
 
 
-_MOST_COLUMNS_KEPT = 10_000
 _MOST_COLUMNS_SHOWN = 8
 
 
@@ -242,7 +201,7 @@ class _Uses:
             self.footers += 1
         elif use.column is None:
             self.hidden_columns += 1
-        elif len(self.columns) < _MOST_COLUMNS_KEPT:
+        else:
             self.columns[use.column] = None
 
     def row(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
@@ -269,28 +228,23 @@ def _some(names: Collection[str]) -> str:
 class _KeysTally:
     """Counts the keys that files depend on, file by file."""
 
-    def __init__(
-        self,
-        wanted: list[WantedKey],
-        same: SameMasterKey,
-        template_of: Callable[[str], str | None],
-        *,
-        with_kms: bool,
-    ) -> None:
+    def __init__(self, keytools: Keytools, wanted: list[WantedKey]) -> None:
+        from parquet_keytools.rotation.rewrapper import same_master_key
+
         self._wanted = wanted
-        self._same = same
-        self._template_of = template_of
-        self._with_kms = with_kms
+        self._same = same_master_key(keytools.kms)
+        self._template_of = keytools.configuration.template_of
+        self._with_kms = keytools.kms is not None
         self._refusals: dict[type[Exception], Exception] = {}
         self._uses: dict[tuple[str, str, str | None], _Uses] = {}
         names = ("encrypted", "not_encrypted", "unknown_keys", "unreadable", "skipped")
         self._counts = dict.fromkeys(names, 0)
         self._misplaced = 0
         self._plaintext_columns: Counter[str] = Counter()
-        self._plaintext_files = Messages("Not encrypted", answer)
+        self._plaintext_files = out.Messages("Not encrypted", out.answer)
         self._skipped_paths: list[str] = []
-        self._unknown = Messages("Keys unknown", answer)
-        self._skipped = Messages("Skipped, as by readers of data sets", answer)
+        self._unknown = out.Messages("Keys unknown", out.answer)
+        self._skipped = out.Messages("Skipped, as by readers of data sets", out.answer)
 
     @property
     def _has_gaps(self) -> bool:
@@ -298,15 +252,15 @@ class _KeysTally:
         return bool(self._counts["unreadable"] or self._skipped_paths or self._misplaced)
 
     @property
-    def status(self) -> ExitStatus:
+    def status(self) -> out.ExitStatus:
         """The exit status: of the KMS if it could not be reached, or if nothing else is wrong."""
         from parquet_keytools.errors import KmsUnavailableError
 
         if KmsUnavailableError in self._refusals:
-            return ExitStatus.KMS_FAILED
+            return out.ExitStatus.KMS_FAILED
         if self._has_gaps or any(key.needed_by or key.unknown for key in self._wanted):
-            return ExitStatus.NO
-        return status_of_all(list(self._refusals.values())) if self._refusals else ExitStatus.DONE
+            return out.ExitStatus.NO
+        return out.status_of_all([*self._refusals.values()]) if self._refusals else out.ExitStatus.DONE
 
     def add(self, file: FileKeyUses) -> None:
         """Count the keys of a file."""
@@ -333,8 +287,7 @@ class _KeysTally:
         if file.unknown is not None and not file.is_skipped:
             self._unknown.add_error(file.path, file.unknown)
         for column in file.plaintext_columns:
-            if column in self._plaintext_columns or len(self._plaintext_columns) < _MOST_COLUMNS_KEPT:
-                self._plaintext_columns[column] += 1
+            self._plaintext_columns[column] += 1
         for key in self._wanted:
             key.add(file.path, file.depends_on(key.master_key_id, key.version, self._same))
         names = [(use, _name(use)) for use in file.uses]
@@ -347,7 +300,7 @@ class _KeysTally:
         """Return the summary as JSON."""
         return {
             "complete": not (self._has_gaps or self._refusals),
-            "master_keys": [to_dict(uses) | {"columns": list(uses.columns)} for uses in self._sorted()],
+            "master_keys": [out.to_dict(uses) | {"columns": list(uses.columns)} for uses in self._sorted()],
             "plaintext_columns": self._plaintext_columns,
             "counts": self._counts,
             "skipped": self._skipped_paths,
@@ -356,48 +309,45 @@ class _KeysTally:
 
     def show(self) -> None:
         """Print the summary."""
-        grouped = grouped_rows((uses.row() for uses in self._sorted()), self._template_of)
+        grouped = out.grouped_rows((uses.row() for uses in self._sorted()), self._template_of)
         rows = [
             (key, version, f"{files:,}", f"{footers:,}", columns)
             for (key,), (version, columns), (files, footers) in grouped
         ]
         if rows:
-            print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
+            out.print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
         if self._plaintext_columns:
-            answer(f"Plaintext columns of encrypted files: {_some(self._plaintext_columns)}")
+            out.answer(f"Plaintext columns of encrypted files: {_some(self._plaintext_columns)}")
         self._plaintext_files.print()
         self._unknown.print()
         self._skipped.print()
         counts = self._counts
+        rest = "all keys of the others are visible." if counts["unreadable"] else "all keys are visible."
         if counts["unknown_keys"]:
             rest = f"in {counts['unknown_keys']:,} some keys could not be checked."
         elif self._skipped_paths:
             rest = f"{len(self._skipped_paths):,} skipped."
-        elif counts["unreadable"]:
-            rest = "all keys of the others are visible."
-        else:
-            rest = "all keys are visible."
         unreadable = f", {counts['unreadable']:,} that could not be checked" if counts["unreadable"] else ""
-        files = number_of(counts["encrypted"], "encrypted file")
-        answer(f"{files}, {counts['not_encrypted']:,} not encrypted{unreadable}; {rest}")
+        files = out.number_of(counts["encrypted"], "encrypted file")
+        out.answer(f"{files}, {counts['not_encrypted']:,} not encrypted{unreadable}; {rest}")
         for key in self._wanted:
             if key.needed_by:
-                files = number_of(key.needed_by, "file")
-                answer(f"{key.key} is still needed by {files}, such as {key.example}.")
+                files = out.number_of(key.needed_by, "file")
+                out.answer(f"{key.key} is still needed by {files}, such as {key.example}.")
             if key.unknown:
-                files = number_of(key.unknown, "file")
-                answer(f"For {files} it is unknown whether {key.key} is needed: assume that it is.")
+                files = out.number_of(key.unknown, "file")
+                out.answer(f"For {files} it is unknown whether {key.key} is needed: assume that it is.")
             if not key.needed_by and not key.unknown:
-                answer(f"Nothing here needs {key.key}.")
+                out.answer(f"Nothing here needs {key.key}.")
         if self._skipped_paths and self._wanted:
-            answer("Run `keys` on skipped files themselves, or exclude them with --ignore-skipped.")
+            out.answer("Run `keys` on skipped files themselves, or exclude them with --ignore-skipped.")
 
     def _sorted(self) -> list[_Uses]:
         return sorted(self._uses.values(), key=lambda uses: (uses.kind, uses.key, uses.version or ""))
 
 
 def _without_wrapped_key(use: UsedKey) -> dict[str, Any]:
-    return {name: value for name, value in to_dict(use).items() if name != "wrapped_key"}
+    return {name: value for name, value in out.to_dict(use).items() if name != "wrapped_key"}
 
 
 def _name(use: UsedKey) -> tuple[str, str, str | None]:
@@ -405,3 +355,82 @@ def _name(use: UsedKey) -> tuple[str, str, str | None]:
     if use.master_key_id is not None:
         return "master key", use.master_key_id, use.version
     return "data key", use.data_key or "", None
+
+
+# --- tenants ---
+
+
+tenants_app = typer.Typer(
+    name="tenants", help="Create the master keys of tenants in the KMS.", no_args_is_help=True
+)
+
+
+@tenants_app.callback()
+def _tenants() -> None:
+    """Create the master keys of tenants in the KMS."""
+
+
+@tenants_app.command()
+def create(
+    values: Annotated[list[str], typer.Argument(metavar="VALUE", help="Values of the placeholder.")],
+    config: opt.ConfigOption,
+    table: opt.TableOption = None,
+    placeholder: Annotated[
+        str | None,
+        typer.Option("--placeholder", metavar="NAME", help="The placeholder, if the table has several."),
+    ] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            "--template",
+            metavar="FILE",
+            help="A YAML or JSON file with the `tags` and the `policy` of new keys, as far as the KMS has them. "
+            "The placeholder in braces stands for the value.",
+        ),
+    ] = None,
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Create the master keys of values, as the templates of a table name them.
+
+    A master key that exists stays as it is. After an error, repeat the command.
+    """
+    given = {} if template is None else _template(template)
+    found: list[TenantKey] = []
+
+    def on_key(key: TenantKey) -> None:
+        found.append(key)
+        if not as_json:
+            out.answer(f"{key.value}: {'created' if key.created else 'exists'}: {key.master_key_id}")
+
+    try:
+        with opt.open_keytools(config) as keytools:
+            keytools.create_tenant_keys(values, table_name=table, placeholder=placeholder, on_key=on_key, **given)
+    finally:
+        if as_json:
+            out.print_json([out.to_dict(key) for key in found])
+
+
+def _template(file: Path) -> dict[str, Any]:
+    """Return the tags and the policy in a file."""
+    from parquet_keytools.config.document import UnreadableYamlError, read_yaml
+    from parquet_keytools.errors import ConfigurationError
+
+    try:
+        document = read_yaml(file.read_bytes())
+    except UnreadableYamlError as error:
+        raise ConfigurationError(f"it is not valid YAML: {error}", file=str(file)) from None
+    found: dict[str, Any] = document.value
+    is_valid = (
+        not document.mistakes
+        and isinstance(found, dict)
+        and found.keys() <= {"tags", "policy"}
+        and all(isinstance(part, dict) for part in found.values())
+        and all(isinstance(tag, str) for tag in found.get("tags", {}).values())
+    )
+    if not is_valid:
+        raise ConfigurationError(
+            "it is not a template of master keys.",
+            file=str(file),
+            hint="It has `tags`, a mapping of names to texts, and `policy`, a mapping; both can be left out.",
+        )
+    return found

@@ -1,24 +1,25 @@
-"""`parquet-keytools keystore`: the master keys in a keystore file."""
+"""`parquet-keytools keystore` and `pkcs11`: the master keys in a keystore file, and in a PKCS#11 token."""
 
-# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from parquet_keytools.cli.options import CONFIG_VARIABLE, JsonOption, WideOption, with_options
-from parquet_keytools.cli.output import ExitStatus, answer, number_of, print_json, print_table, say
+from parquet_keytools.cli import options as opt
+from parquet_keytools.cli import output as out
 
 if TYPE_CHECKING:
     from parquet_keytools.kms.keystore_file import Keystore, OpenKeystore
     from parquet_keytools.kms.passphrase import PassphraseSource
+    from parquet_keytools.kms.pkcs11 import Pkcs11Kms
     from parquet_keytools.secret_bytes import SecretBytes
 
 ENVIRONMENT_VARIABLE = "PARQUET_KEYTOOLS_PASSPHRASE"
@@ -74,7 +75,7 @@ class KeystoreOptions:
         from parquet_keytools.errors import ConfigurationError
 
         config = self.config
-        if self.path is None and config is None and (named := os.environ.get(CONFIG_VARIABLE)):
+        if self.path is None and config is None and (named := os.environ.get(opt.CONFIG_VARIABLE)):
             config = Path(named)
         if (self.path is None) == (config is None):
             raise typer.BadParameter("Give either --path FILE or --config FILE.")
@@ -107,18 +108,18 @@ KeyVersionOption = Annotated[
 
 
 @app.command()
-@with_options(KeystoreOptions)
+@opt.with_options(KeystoreOptions)
 def create(options: KeystoreOptions) -> None:
     """Create a keystore without master keys."""
     from parquet_keytools.kms.keystore_file import Keystore
 
     path, source = options.located(confirm=True)
     Keystore.create(path, source)
-    answer(f"Created the keystore {path}.")
+    out.answer(f"Created the keystore {path}.")
 
 
 @app.command("create-key")
-@with_options(KeystoreOptions)
+@opt.with_options(KeystoreOptions)
 def create_key(name: NameArgument, options: KeystoreOptions) -> None:
     """Create a master key, and the keystore if needed."""
     from parquet_keytools.kms.keystore_file import Keystore
@@ -127,18 +128,18 @@ def create_key(name: NameArgument, options: KeystoreOptions) -> None:
     path, source = options.located(confirm=True)
     if identity(path) is None:
         keystore = Keystore.create(path, source, exist_ok=True)
-        answer(f"Created the keystore {path}.")
+        out.answer(f"Created the keystore {path}.")
     else:
         keystore = Keystore(path, source)
     keystore.create_key(name)
-    answer(f"Created the master key {name!r}.")
+    out.answer(f"Created the master key {name!r}.")
 
 
 def add_key_commands(app: typer.Typer, options_class: type[Any]) -> None:
     """Add the commands that change a master key; `options.keys()` is a context with what changes it."""
 
     @app.command("rotate-key")
-    @with_options(options_class)
+    @opt.with_options(options_class)
     def rotate_key(name: NameArgument, options: Any) -> None:
         """Give a master key a new version.
 
@@ -146,10 +147,10 @@ def add_key_commands(app: typer.Typer, options_class: type[Any]) -> None:
         """
         with options.keys() as keys:
             version = keys.rotate_key(name)
-        answer(f"Version {version} of the master key {name!r} now wraps keys.")
+        out.answer(f"Version {version} of the master key {name!r} now wraps keys.")
 
     @app.command()
-    @with_options(options_class)
+    @opt.with_options(options_class)
     def disable(name: NameArgument, options: Any, key_version: KeyVersionOption = None) -> None:
         """Disable a master key, or one version of it.
 
@@ -157,15 +158,15 @@ def add_key_commands(app: typer.Typer, options_class: type[Any]) -> None:
         """
         with options.keys() as keys:
             keys.set_enabled(name, False, key_version)
-        answer(f"Disabled {_key_text(name, key_version)}.")
+        out.answer(f"Disabled {_key_text(name, key_version)}.")
 
     @app.command()
-    @with_options(options_class)
+    @opt.with_options(options_class)
     def enable(name: NameArgument, options: Any, key_version: KeyVersionOption = None) -> None:
         """Enable a master key, or one version of it, again."""
         with options.keys() as keys:
             keys.set_enabled(name, True, key_version)
-        answer(f"Enabled {_key_text(name, key_version)}.")
+        out.answer(f"Enabled {_key_text(name, key_version)}.")
 
 
 add_key_commands(app, KeystoreOptions)
@@ -176,8 +177,8 @@ def _key_text(name: str, key_version: int | None) -> str:
 
 
 @app.command("list")
-@with_options(KeystoreOptions)
-def list_keys(options: KeystoreOptions, as_json: JsonOption = False, wide: WideOption = False) -> None:
+@opt.with_options(KeystoreOptions)
+def list_keys(options: KeystoreOptions, as_json: opt.JsonOption = False, wide: opt.WideOption = False) -> None:
     """List the master keys and their versions."""
     _show_keys(options.keystore().open(), options.name, as_json)
 
@@ -194,22 +195,25 @@ def _show_keys(opened: OpenKeystore, title: str, as_json: bool) -> None:
         for name, master_key in sorted(opened.master_keys.items())
         for version in master_key.versions
     ]
-    if as_json:
-        print_json(rows)
-        return
 
     def state_of(row: dict[str, Any]) -> str:
         return ("enabled" if row["enabled"] else "disabled") + (", wraps" if row["current"] else "")
 
-    print_table(
-        title,
-        ["master key", "version", "created", "state"],
-        [(row["name"], str(row["version"]), str(row["created"]), state_of(row)) for row in rows],
-    )
+    _show_versions(rows, title, "created", state_of, as_json)
+
+
+def _show_versions(
+    rows: list[dict[str, Any]], title: str, third: str, state_of: Callable[[dict[str, Any]], str], as_json: bool
+) -> None:
+    if as_json:
+        out.print_json(rows)
+        return
+    cells = [(row["name"], str(row["version"] or ""), str(row[third]), state_of(row)) for row in rows]
+    out.print_table(title, ["master key", "version", third, "state"], cells)
 
 
 @app.command()
-@with_options(KeystoreOptions)
+@opt.with_options(KeystoreOptions)
 def backup(
     copy: Annotated[Path, typer.Argument(metavar="COPY", help="The file to write. It must not exist.")],
     options: KeystoreOptions,
@@ -220,9 +224,9 @@ def backup(
     """
     copied = options.keystore().back_up(copy)
     versions = sum(len(master_key.versions) for master_key in copied.master_keys.values())
-    answer(
-        f"Copied {options.name} to {copy}: {number_of(len(copied.master_keys), 'master key')}, "
-        f"{number_of(versions, 'version')}. The passphrase is not in it."
+    out.answer(
+        f"Copied {options.name} to {copy}: {out.number_of(len(copied.master_keys), 'master key')}, "
+        f"{out.number_of(versions, 'version')}. The passphrase is not in it."
     )
 
 
@@ -234,7 +238,7 @@ def check(
         typer.Option("--config", metavar="FILE", help="A configuration that has the passphrase of the keystore."),
     ] = None,
     passphrase_file: PassphraseFileOption = None,
-    as_json: JsonOption = False,
+    as_json: opt.JsonOption = False,
 ) -> None:
     """Check a keystore or a backup, and list its keys.
 
@@ -252,24 +256,24 @@ def check(
         opened = Keystore(file, source).open()
         opened.check()
     except KmsResponseInvalidError as error:
-        say(f"Error: {error}")
-        raise typer.Exit(ExitStatus.NO) from None
+        out.say(f"Error: {error}")
+        raise typer.Exit(out.ExitStatus.NO) from None
     _show_keys(opened, f"{file} can be restored", as_json)
 
 
-NewPassphraseOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--new-passphrase-file",
-        metavar="FILE",
-        help=f"File with the new passphrase. Otherwise ${NEW_ENVIRONMENT_VARIABLE}, or a prompt.",
-    ),
-]
-
-
 @app.command("change-passphrase")
-@with_options(KeystoreOptions)
-def change_passphrase(options: KeystoreOptions, new_passphrase_file: NewPassphraseOption = None) -> None:
+@opt.with_options(KeystoreOptions)
+def change_passphrase(
+    options: KeystoreOptions,
+    new_passphrase_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--new-passphrase-file",
+            metavar="FILE",
+            help=f"File with the new passphrase. Otherwise ${NEW_ENVIRONMENT_VARIABLE}, or a prompt.",
+        ),
+    ] = None,
+) -> None:
     """Encrypt the master keys with another passphrase.
 
     Copies of the file keep the old passphrase.
@@ -279,7 +283,7 @@ def change_passphrase(options: KeystoreOptions, new_passphrase_file: NewPassphra
     keystore.change_passphrase(
         _passphrase_source(new_passphrase_file, variable=NEW_ENVIRONMENT_VARIABLE, confirm=True)
     )
-    answer(f"Changed the passphrase of {options.name}.")
+    out.answer(f"Changed the passphrase of {options.name}.")
 
 
 def _passphrase_source(
@@ -305,3 +309,76 @@ def _passphrase(file: Path | None, variable: str, confirm: bool) -> SecretBytes:
         )
     label = "Passphrase" if variable == ENVIRONMENT_VARIABLE else "New passphrase"
     return passphrase_from_text(typer.prompt(label, hide_input=True, confirmation_prompt=confirm, err=True))
+
+
+# --- pkcs11 ---
+
+
+pkcs11_app = typer.Typer(name="pkcs11", help="Manage master keys in an HSM with PKCS#11.", no_args_is_help=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions:
+    """Which token."""
+
+    config: Annotated[Path, opt.config_option("A configuration whose `kms:` names the token and its PIN.")]
+
+    def keys(self) -> Pkcs11Kms:
+        """Return the client of the token."""
+        from parquet_keytools.config.loader import load_configuration
+        from parquet_keytools.errors import ConfigurationError
+        from parquet_keytools.kms.named import kmss_of
+        from parquet_keytools.kms.registry import make_client
+
+        configuration = load_configuration(self.config)
+        tokens = [settings for settings in kmss_of(configuration.kms) if settings.type == "pkcs11"]
+        if len(tokens) != 1:
+            raise ConfigurationError(
+                f"this configuration has {len(tokens) or 'no'} KMS of the type pkcs11.",
+                file=str(self.config),
+                hint="Name a configuration with one token.",
+            )
+        return cast("Pkcs11Kms", make_client(tokens[0], configuration.folder))
+
+
+@pkcs11_app.command("create-key")
+@opt.with_options(TokenOptions)
+def create_key_in_token(name: NameArgument, options: TokenOptions) -> None:
+    """Create a master key: an AES key of 256 bits that never leaves the token."""
+    with options.keys() as kms:
+        kms.create_key(name)
+    out.answer(f"Created the master key {name!r}.")
+
+
+add_key_commands(pkcs11_app, TokenOptions)
+
+
+@pkcs11_app.command("list")
+@opt.with_options(TokenOptions)
+def list_keys_of_token(
+    options: TokenOptions, as_json: opt.JsonOption = False, wide: opt.WideOption = False
+) -> None:
+    """List the secret keys of the token that have a label, and whether they can be used."""
+    with options.keys() as kms:
+        keys = kms.list_versions()
+        mechanism = kms.mechanism
+    newest = {key.master_key_id: key.version for key in keys}
+    rows: list[dict[str, Any]] = [
+        {
+            "name": key.master_key_id,
+            "version": key.version or None,
+            "current": key.version == newest[key.master_key_id],
+            "wraps": key.version == newest[key.master_key_id] and key.may("wrap", mechanism),
+            "unwraps": key.may("unwrap"),
+            "origin": key.origin,
+            "refused": key.obstacle or None,
+        }
+        for key in keys
+    ]
+
+    def state_of(row: dict[str, Any]) -> str:
+        if row["refused"] or not row["version"]:
+            return f"refused: {row['refused'] or 'its CKA_ID is no version'}"
+        return ", ".join(use for use in ("wraps", "unwraps") if row[use]) or "disabled"
+
+    _show_versions(rows, str(options.config), "origin", state_of, as_json)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from parquet_keytools.cli.output import set_json, set_verbose, set_wide
+from parquet_keytools.cli.output import keep_context
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def refuse_other_encoding(text: str, name: str) -> None:
-    """Refuse an argument that is not UTF-8, since neither AAD prefixes nor pyarrow accept it.
-
-    Raises:
-        typer.BadParameter: The argument is not UTF-8.
-    """
+    """Refuse an argument that is not UTF-8, since neither AAD prefixes nor pyarrow accept it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -133,15 +129,7 @@ JsonOption = Annotated[
     typer.Option(
         "--json",
         help="Print JSON to standard output, and text to standard error.",
-        callback=set_json,
-    ),
-]
-VerboseOption = Annotated[
-    bool,
-    typer.Option(
-        "--verbose",
-        help="Print each failure. By default, equal failures are one line with a count and three examples.",
-        callback=set_verbose,
+        callback=keep_context,
     ),
 ]
 WideOption = Annotated[
@@ -149,7 +137,7 @@ WideOption = Annotated[
     typer.Option(
         "--wide",
         help="Print long names in tables in full. By default, a terminal shows them without their middle.",
-        callback=set_wide,
+        callback=keep_context,
     ),
 ]
 ProcessesOption = Annotated[
@@ -160,7 +148,6 @@ ProcessesOption = Annotated[
         min=1,
         help="Number of processes that share the small files of a folder. By default one for each processor, if "
         "there are hundreds of files.",
-        show_default=False,
     ),
 ]
 IgnoreSkippedOption = Annotated[
@@ -192,7 +179,6 @@ ListKeyOption = Annotated[
         "--list-key",
         metavar="KEY",
         help="The master key that authenticates lists. Default: the footer key of the table.",
-        show_default=False,
     ),
 ]
 
@@ -202,7 +188,14 @@ class ReportOptions:
     """Options of commands that report on many files. Their callbacks tell `output`."""
 
     as_json: JsonOption = False
-    verbose: VerboseOption = False
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            help="Print each failure. By default, equal failures are one line with a count and three examples.",
+            callback=keep_context,
+        ),
+    ] = False
     wide: WideOption = False
 
 
@@ -241,13 +234,20 @@ class RotationOptions(ReportOptions):
     follow_links: FollowLinksOption = False
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `Keytools.rotate`.
-
-        Raises:
-            typer.BadParameter: --from and --to are not pairs.
-        """
+        """Return the arguments of `Keytools.rotate`."""
+        old, new = self.from_keys or [], self.to_keys or []
+        if len(old) != len(new):
+            raise typer.BadParameter(
+                f"each --from needs its --to, but there are {len(old)} --from and {len(new)} --to.",
+                param_hint="--from",
+            )
+        for key in old:
+            if old.count(key) > 1:
+                raise typer.BadParameter(
+                    f"{key!r} comes twice: it can move to one master key.", param_hint="--from"
+                )
         return {
-            "moves": moves_of(self.from_keys or [], self.to_keys or []) or None,
+            "moves": dict(zip(old, new, strict=True)) or None,
             "only_master_keys": self.only_master_keys or None,
             "older_than": self.older_than,
             "new_keks": self.new_keks,
@@ -259,10 +259,7 @@ class RotationOptions(ReportOptions):
 
 
 def with_options(group: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the fields of a dataclass to the options of a command.
-
-    The command gets them as its argument `options`, if it has this argument.
-    """
+    """Add the fields of a dataclass to the options of a command, passed as `options` if it has this argument."""
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True) | get_type_hints(group, include_extras=True)
@@ -290,15 +287,7 @@ def with_options(group: type[Any]) -> Callable[[Callable[..., None]], Callable[.
 
 
 def open_keytools(config: Path, kms_seconds: float = math.inf) -> Keytools:
-    """Load a configuration for a command that writes files.
-
-    Args:
-        config: The YAML file.
-        kms_seconds: Upper limit for the configured timeout of the KMS.
-
-    Raises:
-        ConfigurationError: It has mistakes, or its master keys would be lost when this process ends.
-    """
+    """Load a configuration for a command that writes files; the KMS has at most `kms_seconds` for an answer."""
     from parquet_keytools.config.loader import load_configuration
     from parquet_keytools.configuration_check import with_short_timeout
     from parquet_keytools.errors import ConfigurationError
@@ -319,12 +308,7 @@ def open_keytools(config: Path, kms_seconds: float = math.inf) -> Keytools:
 
 @contextlib.contextmanager
 def reading_keytools(config: Path | None, table: str | None) -> Iterator[Keytools | None]:
-    """Load a configuration for a command that reads files; without one, the block gets None.
-
-    Raises:
-        typer.BadParameter: A table is named, and no configuration.
-        ConfigurationError: The configuration has mistakes, or no such table.
-    """
+    """Load a configuration for a command that reads files; without one, the block gets None."""
     if config is None:
         if table is not None:
             raise typer.BadParameter("--table needs --config.")
@@ -338,29 +322,8 @@ def reading_keytools(config: Path | None, table: str | None) -> Iterator[Keytool
         yield keytools
 
 
-def moves_of(old: list[str], new: list[str]) -> dict[str, str]:
-    """Return the moves of pairs of --from and --to.
-
-    Raises:
-        typer.BadParameter: They are not pairs.
-    """
-    if len(old) != len(new):
-        raise typer.BadParameter(
-            f"each --from needs its --to, but there are {len(old)} --from and {len(new)} --to.",
-            param_hint="--from",
-        )
-    twice = [key for key in old if old.count(key) > 1]
-    if twice:
-        raise typer.BadParameter(f"{twice[0]!r} comes twice: it can move to one master key.", param_hint="--from")
-    return dict(zip(old, new, strict=True))
-
-
 def location_of(text: str, name: str) -> FileLocation:
-    """Return the location that an argument names, whatever characters it has.
-
-    Raises:
-        typer.BadParameter: The text is not UTF-8, or a URI that is not valid or not supported.
-    """
+    """Return the location that an argument names, whatever characters it has."""
     from parquet_keytools.storage.locations import FileLocation
 
     refuse_other_encoding(text, name)
@@ -369,11 +332,7 @@ def location_of(text: str, name: str) -> FileLocation:
 
 
 def new_file(text: str | None, name: str) -> FileLocation | None:
-    """Return the location of a file that an option names, and that does not exist; None without the option.
-
-    Raises:
-        typer.BadParameter: As with `location_of`; or the file exists.
-    """
+    """Return the location of a file that an option names, and that must not exist; None without the option."""
     location = None if text is None else location_of(text, name)
     if location is not None and location.is_file():
         raise typer.BadParameter(f"{location} exists already; name another file.", param_hint=name)
@@ -381,11 +340,7 @@ def new_file(text: str | None, name: str) -> FileLocation | None:
 
 
 def locations_of(texts: Sequence[str], name: str) -> FileLocation:
-    """Return the location of a file or folder, or of several files, folders or globs.
-
-    Raises:
-        typer.BadParameter: As with `location_of`; or they lie on several file systems.
-    """
+    """Return the location of a file or folder, or of several files, folders or globs."""
     from parquet_keytools.storage.locations import FileLocation
 
     for text in texts:
@@ -409,11 +364,7 @@ def _opened_uri(name: str) -> Iterator[None]:
 
 
 def pairs_of(texts: Sequence[str] | None, name: str) -> dict[str, str]:
-    """Return the pairs of a repeatable option NAME=VALUE; errors do not quote values, which may be secret.
-
-    Raises:
-        typer.BadParameter: An option has another form, or a name is given twice.
-    """
+    """Return the pairs of a repeatable option NAME=VALUE; errors do not quote values, which may be secret."""
     found: dict[str, str] = {}
     for text in texts or ():
         key, equals, value = text.partition("=")

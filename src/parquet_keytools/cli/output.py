@@ -31,49 +31,32 @@ T = TypeVar("T")
 _STYLES = re.compile(r"(\x1b\[(?:0|1|3[1-7])m)")
 """The escape sequences of `typer.style`: bold, colours, and their end."""
 
-_json_wanted = ContextVar("json_wanted", default=False)
-_verbose = ContextVar("verbose", default=False)
-_arguments: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
-_wide = ContextVar("wide", default=False)
+_command: ContextVar[typer.Context | None] = ContextVar("command", default=None)
 
 WIDTH_WITHOUT_TERMINAL = 160
 """Width of tables in columns; longer cells are wrapped, never cut."""
 
 
-def set_json(context: typer.Context, wanted: bool) -> bool:
-    """Reserve stdout for a JSON document until the command ends: the callback of `--json`."""
-    return _set(_json_wanted, context, wanted)
+def keep_context(context: typer.Context, value: T) -> T:
+    """Make a command's options known here until it ends: the callback of `--json`, `--verbose` and `--wide`."""
+    token = _command.set(context)
+    context.call_on_close(lambda: _command.reset(token))
+    return value
 
 
-def set_verbose(context: typer.Context, wanted: bool) -> bool:
-    """Print each message of a group until the command ends: the callback of `--verbose`."""
-    return _set(_verbose, context, wanted)
-
-
-def set_wide(context: typer.Context, wanted: bool) -> bool:
-    """Print long names in tables in full until the command ends: the callback of `--wide`."""
-    return _set(_wide, context, wanted)
-
-
-def set_arguments(context: typer.Context, arguments: Sequence[str]) -> None:
-    """Keep the arguments of a command until it ends, for `again`."""
-    _set(_arguments, context, tuple(arguments))
-
-
-def _set(variable: ContextVar[T], context: typer.Context, wanted: T) -> T:
-    token = variable.set(wanted)
-    context.call_on_close(lambda: variable.reset(token))
-    return wanted
+def _is_given(option: str) -> bool:
+    context = _command.get()
+    return context is not None and bool(context.params.get(option))
 
 
 def json_wanted() -> bool:
-    """Return whether the result is printed as JSON."""
-    return _json_wanted.get()
+    """Return whether stdout is reserved for a JSON document."""
+    return _is_given("as_json")
 
 
 def is_verbose() -> bool:
     """Return whether each message of a group is printed."""
-    return _verbose.get()
+    return _is_given("verbose")
 
 
 # --- text ---
@@ -135,7 +118,9 @@ def say_not_attempted(number: int, total: int, option: str = "") -> None:
 
 def again(*more: str) -> str:
     """Return how to repeat this command with more arguments, as the end of a sentence."""
-    arguments = _arguments.get()
+    context = _command.get()
+    # The group keeps its arguments.
+    arguments: Sequence[str] = () if context is None else context.find_root().obj or ()
     # A URI may contain credentials, before its host or in its query.
     if not arguments or any("://" in text and ("@" in text or "?" in text) for text in arguments):
         return "."
@@ -159,15 +144,9 @@ class _Group:
 
 
 class Messages:
-    """Messages about files. Equal messages share a line, with their count and three examples.
+    """Messages about files. Messages that differ only in paths share a line, with a count and three examples.
 
-    Messages are equal if they differ only in the paths of their files. `--verbose` prints each message; without
-    it, the messages of a million files take little memory.
-
-    Args:
-        label: Begins each line.
-        show: Prints a line: `say` or `answer`.
-        noun: What the messages are about.
+    `--verbose` prints each message; without it, the messages of a million files take little memory.
     """
 
     def __init__(self, label: str, show: Callable[[str], None] = say, noun: str = "file") -> None:
@@ -180,13 +159,7 @@ class Messages:
         return sum(group.count for group in self._groups.values())
 
     def add(self, path: str, text: str, *other_paths: str) -> None:
-        """Add a message.
-
-        Args:
-            path: The file that the message is about.
-            text: The message, with or without the path.
-            other_paths: Other paths that the text may contain, such as the path of the output.
-        """
+        """Add a message about a file; its text may contain the path, and other paths such as of the output."""
         group = self._groups.setdefault(_general(text, path, *other_paths), _Group())
         group.count += 1
         if len(group.texts) < (sys.maxsize if is_verbose() else _MOST_EXAMPLES):
@@ -200,17 +173,15 @@ class Messages:
     def print(self) -> None:
         """Print the messages."""
         groups = list(self._groups.items())
-        shown = groups if is_verbose() else groups[:_MOST_GROUPS]
-        for general, group in shown:
-            if is_verbose() or group.count == 1:
-                for text in group.texts:
-                    self._show(f"{self._label}: {text}")
-            else:
+        most = len(groups) if is_verbose() else _MOST_GROUPS
+        for general, group in groups[:most]:
+            texts = group.texts
+            if group.count > 1 and not is_verbose():
                 examples = ", ".join(group.paths)
-                self._show(
-                    f"{self._label}: {number_of(group.count, self._noun)}: {general} For example: {examples}"
-                )
-        if rest := sum(group.count for _, group in groups[len(shown) :]):
+                texts = [f"{number_of(group.count, self._noun)}: {general} For example: {examples}"]
+            for text in texts:
+                self._show(f"{self._label}: {text}")
+        if rest := sum(group.count for _, group in groups[most:]):
             self._show(f"{self._label}: {rest:,} more; --verbose shows all.")
 
 
@@ -244,6 +215,16 @@ def to_dict(result: Any) -> dict[str, Any]:
     return document
 
 
+def picked(result: object, *names: str) -> dict[str, Any]:
+    """Return some attributes of a result."""
+    return {name: getattr(result, name) for name in names}
+
+
+def left_out_document(entries: Iterable[LeftOut]) -> list[dict[str, Any]]:
+    """Return which entries of a folder do not belong to the data set."""
+    return [picked(left, "path", "reason") for left in entries]
+
+
 def error_fields(error: Exception | None) -> dict[str, str | None]:
     """Return the class and the text of an error; None without an error."""
     return {
@@ -269,8 +250,7 @@ def print_json(document: Any) -> None:
 class FilesDocument:
     """With `--json`, prints a document whose first field, `files`, is printed file by file and not kept in memory.
 
-    Use it in a `with` block. If an error ends the block, the document ends with `"complete": false` and is valid
-    JSON; before the first file, nothing is printed.
+    If an error ends its `with` block, the document ends with `"complete": false`, unless it was not yet begun.
     """
 
     def __init__(self) -> None:
@@ -313,7 +293,7 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     table = Table(*columns, title=Text(title), title_justify="left", box=box.SIMPLE_HEAD)
     cells = [[without_controls(cell or "") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-    if console.is_terminal and _wide.get():
+    if console.is_terminal and _is_given("wide"):
         console.width = max(console.width, sum(widths) + _around(widths))
     elif console.is_terminal:
         cells = _fitting(cells, widths, console.width)
@@ -326,34 +306,32 @@ _LEAST_NAME = 20
 """Least width of a column of shortened names."""
 
 
-_MOST_OF_A_TEMPLATE = 3
+MOST_OF_A_TEMPLATE = 3
 """How many keys of one template have lines of their own."""
+
+_Row = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]
 
 
 def grouped_rows(
-    rows: Iterable[tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]],
+    rows: Iterable[_Row],
     template_of: Callable[[str], str | None],
-    merges: Sequence[Callable[[Iterable[Any]], Any]] = (),
-) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]]:
-    """Yield rows about master keys, in which many keys of one template that are alike are one row.
+) -> Iterator[_Row]:
+    """Yield rows about master keys; rows of many keys of one template that are alike are one row, with sums.
 
-    Args:
-        rows: Identifiers of master keys, cells that must be the same, and values that are merged.
-        template_of: Returns the template of an identifier; None if it has none.
-        merges: What merges each of the values; by default, they are numbers, and are added up.
+    A row has identifiers of master keys, cells that must be the same, and numbers. `template_of` returns the
+    template of an identifier; None if it has none.
     """
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[tuple[tuple[str, ...], tuple[Any, ...]]]] = {}
-    for names, cells, values in rows:
-        templates = tuple(template_of(name) or name for name in names)
-        groups.setdefault((templates, cells), []).append((names, values))
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[_Row]] = {}
+    for row in rows:
+        templates = tuple(template_of(name) or name for name in row[0])
+        groups.setdefault((templates, row[1]), []).append(row)
     for (templates, cells), members in groups.items():
-        if len(members) <= _MOST_OF_A_TEMPLATE:
-            yield from ((names, cells, values) for names, values in members)
+        if len(members) <= MOST_OF_A_TEMPLATE:
+            yield from members
         else:
             name = f"{templates[0]} ({len(members):,} values)"
-            columns = list(zip(*(values for _, values in members), strict=True))
-            how = merges or (sum,) * len(columns)
-            yield (name, *templates[1:]), cells, tuple(m(column) for m, column in zip(how, columns, strict=True))
+            sums = tuple(map(sum, zip(*(numbers for _, _, numbers in members), strict=True)))
+            yield (name, *templates[1:]), cells, sums
 
 
 def _around(widths: Sequence[int]) -> int:
@@ -441,21 +419,20 @@ def status_of(error: Exception) -> ExitStatus:
             return ExitStatus.WRONG_USAGE
         case errors.KmsError():
             return ExitStatus.KMS_FAILED
-        # The same status for a file that was named and for a file in a folder.
+        case errors.ColumnAccessDeniedError():
+            return max(map(status_of, error.causes), default=ExitStatus.NO)
         case (
             errors.ParquetFormatError()
             | errors.DecryptionError()
             | errors.TableMismatchError()
             | errors.FileListError()
             | errors.ErasureRefusedError()
+            | errors.IncompleteDataSetError()
+            | errors.ReusedKeysError()
+            | errors.WorkerProcessEndedError()
         ):
             return ExitStatus.NO
-        case errors.IncompleteDataSetError() | errors.ReusedKeysError() | errors.WorkerProcessEndedError():
-            return ExitStatus.NO
-        case errors.ColumnAccessDeniedError():
-            return max(map(status_of, error.causes), default=ExitStatus.NO)
-        case _:
-            return ExitStatus.WRONG_USAGE
+    return ExitStatus.WRONG_USAGE
 
 
 def status_of_all(errors: Sequence[Exception]) -> ExitStatus:
@@ -485,12 +462,7 @@ def error_text(error: Exception) -> str:
 
 @dataclass
 class ProgressBar:
-    """A progress bar; any thread may advance it.
-
-    Attributes:
-        advance: Takes the number of bytes or files that were finished since the last call.
-        move_to: Takes the number of bytes or files that are finished in total.
-    """
+    """A progress bar of bytes or files, advanced from any thread by an amount, or moved to a total."""
 
     advance: Callable[[int], None]
     move_to: Callable[[int], None]
@@ -502,11 +474,7 @@ class ProgressBar:
 
 @contextlib.contextmanager
 def progress_bar(total_bytes: int | None = None) -> Iterator[ProgressBar]:
-    """Show a progress bar while the block runs, if stderr is a terminal.
-
-    Args:
-        total_bytes: Length of all files together; None to count files, whose number is unknown.
-    """
+    """Show a progress bar while the block runs, if stderr is a terminal; without a total, it counts files."""
     if not sys.stderr.isatty():
         yield ProgressBar(lambda _: None, lambda _: None)
         return

@@ -1,6 +1,5 @@
 """`parquet-keytools report`: the report for an auditor as text, JSON and HTML."""
 
-# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import base64
@@ -16,63 +15,38 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parquet_keytools.cli.options import (
-    AadPrefixOption,
-    ConfigOption,
-    PathsArgument,
-    ProcessesOption,
-    ReportOptions,
-    TableOption,
-    location_of,
-    locations_of,
-    pairs_of,
-    with_options,
-)
-from parquet_keytools.cli.output import (
-    ExitStatus,
-    answer,
-    json_wanted,
-    number_of,
-    print_json,
-    print_table,
-    progress_bar,
-    say,
-    status_of_all,
-)
+from parquet_keytools.cli import options as opt
+from parquet_keytools.cli import output as out
 from parquet_keytools.runtime.presentation import printable
 
 if TYPE_CHECKING:
     from parquet_keytools.protection_report import Access, ColumnReport, ProtectingKey, ProtectionReport, Remark
 
-AsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--as",
-        metavar="NAME=CONFIG",
-        help="A configuration whose access is measured: its KMS is asked to unwrap the files' keys. Repeatable.",
-    ),
-]
-HtmlOption = Annotated[
-    str | None, typer.Option("--html", metavar="FILE", help="Write the report to this file or URI, as HTML.")
-]
-OverwriteHtmlOption = Annotated[bool, typer.Option("--overwrite", help="Replace the file of --html.")]
-NoVerifyOption = Annotated[
-    bool,
-    typer.Option("--no-verify", help="Do not verify the files, which reads all of them. The report says so."),
-]
 
-
-@with_options(ReportOptions)
+@opt.with_options(opt.ReportOptions)
 def report_command(
-    paths: PathsArgument,
-    config: ConfigOption,
-    readers: AsOption = None,
-    html: HtmlOption = None,
-    overwrite: OverwriteHtmlOption = False,
-    no_verify: NoVerifyOption = False,
-    table: TableOption = None,
-    aad_prefix: AadPrefixOption = None,
-    processes: ProcessesOption = None,
+    paths: opt.PathsArgument,
+    config: opt.ConfigOption,
+    readers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--as",
+            metavar="NAME=CONFIG",
+            help="A configuration whose access is measured: its KMS is asked to unwrap the files' keys. "
+            "Repeatable.",
+        ),
+    ] = None,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Write the report to this file or URI, as HTML.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --html.")] = False,
+    no_verify: Annotated[
+        bool,
+        typer.Option("--no-verify", help="Do not verify the files, which reads all of them. The report says so."),
+    ] = False,
+    table: opt.TableOption = None,
+    aad_prefix: opt.AadPrefixOption = None,
+    processes: opt.ProcessesOption = None,
 ) -> None:
     """Report which column is under which key, and who reads it.
 
@@ -85,8 +59,8 @@ def report_command(
     from parquet_keytools.runtime.worker_processes import command_line_processes
     from parquet_keytools.storage.outputs import discarded_unless_done, exists_already, pending_output
 
-    location = locations_of(paths, "PATH")
-    target = None if html is None else location_of(html, "--html")
+    location = opt.locations_of(paths, "PATH")
+    target = None if html is None else opt.location_of(html, "--html")
     if target is not None and not overwrite and target.is_file():
         raise exists_already(target)
     with contextlib.ExitStack() as stack:
@@ -95,9 +69,9 @@ def report_command(
             keytools.configuration.select_table(table)
         named = {
             name: stack.enter_context(Keytools.from_yaml(Path(file)))
-            for name, file in pairs_of(readers, "--as").items()
+            for name, file in opt.pairs_of(readers, "--as").items()
         }
-        with progress_bar() as progress, command_line_processes(processes):
+        with out.progress_bar() as progress, command_line_processes(processes):
             report = make_report(
                 keytools,
                 location,
@@ -114,44 +88,45 @@ def report_command(
             with pending.open_sink() as sink:
                 sink.write_at(0, page)
             pending.commit()
-        say(f"The report is in {target}.")
-    if json_wanted():
-        print_json(report.to_dict())
+        out.say(f"The report is in {target}.")
+    if out.json_wanted():
+        out.print_json(report.to_dict())
     else:
         _show(shown)
-    status = status_of_all(report.failures)
-    if report.failures and status is not ExitStatus.NO:
+    status = out.status_of_all(report.failures)
+    if report.failures and status is not out.ExitStatus.NO:
         raise typer.Exit(status)
     if report.has_problems:
-        raise typer.Exit(ExitStatus.NO)
-
-
-_MOST_OF_A_TEMPLATE = 3
+        raise typer.Exit(out.ExitStatus.NO)
 
 
 def grouped(report: ProtectionReport, template_of: Callable[[str], str | None]) -> ProtectionReport:
     """Return a report for people, in which many keys of one template, in one version, are one key."""
-    groups: dict[tuple[str, str | None], list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for position, key in enumerate(report.keys):
-        if template := template_of(key.key or ""):
-            groups.setdefault((template, key.version), []).append(position)
-    many = {name: group for name, group in groups.items() if len(group) > _MOST_OF_A_TEMPLATE}
-    first_of = {position: group[0] for group in many.values() for position in group}
-    kept = [position for position in range(len(report.keys)) if first_of.get(position, position) == position]
-    place = {position: kept.index(first_of.get(position, position)) for position in range(len(report.keys))}
-    keys = {position: report.keys[position] for position in kept}
-    for (template, _), group in many.items():
-        members = [report.keys[position] for position in group]
-        keys[group[0]] = replace(
-            members[0],
-            key=f"{template} ({len(group):,} values)",
+        template = template_of(key.key)
+        groups.setdefault((template, key.version) if template else position, []).append(position)
+    lines = sorted(
+        line
+        for group in groups.values()
+        for line in ([group] if len(group) > out.MOST_OF_A_TEMPLATE else ([position] for position in group))
+    )
+    place = {position: number for number, line in enumerate(lines) for position in line}
+    merged = {report.keys[position].key for line in lines if len(line) > 1 for position in line}
+
+    def key_of(line: list[int]) -> ProtectingKey:
+        first, *others = members = [report.keys[position] for position in line]
+        if not others:
+            return first
+        return replace(
+            first,
+            key=f"{template_of(first.key)} ({len(members):,} values)",
             files=sum(key.files for key in members),
             created=min((key.created for key in members if key.created), default=None),
-            created_note=members[0].created_note or "the first of them",
+            created_note=first.created_note or "the first of them",
             first_modified=min((key.first_modified for key in members if key.first_modified), default=None),
             last_modified=max((key.last_modified for key in members if key.last_modified), default=None),
         )
-    merged = {report.keys[position].key for position in first_of}
 
     def counted(column: ColumnReport) -> ColumnReport:
         counts: Counter[int] = Counter()
@@ -161,7 +136,7 @@ def grouped(report: ProtectionReport, template_of: Callable[[str], str | None]) 
 
     return replace(
         report,
-        keys=tuple(keys[position] for position in kept),
+        keys=tuple(map(key_of, lines)),
         columns=tuple(map(counted, report.columns)),
         timeline=tuple(version for version in report.timeline if version.key not in merged),
         files=tuple(
@@ -175,20 +150,20 @@ def grouped(report: ProtectionReport, template_of: Callable[[str], str | None]) 
 
 def _show(report: ProtectionReport) -> None:
     for remark in report.exceptions:
-        answer(f"{'Problem' if remark.is_problem else 'Note'}: {_remark_text(remark)}")
-    rows = [
-        (column.title, f"{column.files:,}", _keys_text(report, column), *_access_texts(report, column))
-        for column in report.columns
-    ]
-    print_table("Columns", ["column", "files", "keys", *report.readers], rows)
+        out.answer(f"{'Problem' if remark.is_problem else 'Note'}: {_remark_text(remark)}")
+    rows = []
+    for column in report.columns:
+        access = [_access_text(column, column.access.get(reader)) for reader in report.readers]
+        rows.append((column.title, f"{column.files:,}", _keys_text(report, column), *access))
+    out.print_table("Columns", ["column", "files", "keys", *report.readers], rows)
     key_rows = [
         (key.key, key.version or "?", f"{key.files:,}", _created_text(key), key.first_modified, key.last_modified)
         for key in report.keys
     ]
-    print_table("Keys", ["key", "version", "files", "created", "first file", "last file"], key_rows)
+    out.print_table("Keys", ["key", "version", "files", "created", "first file", "last file"], key_rows)
     for remark in report.not_examined:
-        answer(f"Not examined: {_remark_text(remark)}")
-    answer(_summary(report))
+        out.answer(f"Not examined: {_remark_text(remark)}")
+    out.answer(_summary(report))
 
 
 def _remark_text(remark: Remark) -> str:
@@ -210,24 +185,13 @@ def _keys_text(report: ProtectionReport, column: ColumnReport) -> str:
     return ", ".join(texts)
 
 
-def _access_texts(report: ProtectionReport, column: ColumnReport) -> Iterator[str]:
-    for reader in report.readers:
-        yield _access_text(column, column.access.get(reader))
-
-
 def _access_text(column: ColumnReport, access: Access | None) -> str:
     """Return whether a configuration reads a column where it is encrypted."""
     if access is None:
         return "plaintext" if column.plaintext_files else ""
-    total = access.reads + access.refused + access.unknown
-    if access.reads == total:
-        return "yes"
-    if access.refused == total:
-        return "no"
-    if access.unknown == total:
-        return "unknown"
     counts = {"yes": access.reads, "no": access.refused, "unknown": access.unknown}
-    return ", ".join(f"{word} in {count:,}" for word, count in counts.items() if count)
+    found = {word: count for word, count in counts.items() if count}
+    return next(iter(found)) if len(found) == 1 else ", ".join(f"{word} in {n:,}" for word, n in found.items())
 
 
 def _created_text(key: ProtectingKey) -> str:
@@ -238,18 +202,15 @@ def _created_text(key: ProtectingKey) -> str:
 
 def _summary(report: ProtectionReport) -> str:
     counts = report.counts
-    others = "".join(
-        f", {number:,} {word}"
-        for number, word in (
-            (counts["plaintext"], "plaintext"),
-            (counts["unreadable"], "that could not be checked"),
-            (counts["skipped"], "skipped because of their names"),
-            (counts["not_parquet"], "not Parquet"),
-        )
-        if number
-    )
+    words = {
+        "plaintext": "plaintext",
+        "unreadable": "that could not be checked",
+        "skipped": "skipped because of their names",
+        "not_parquet": "not Parquet",
+    }
+    others = "".join(f", {counts[name]:,} {word}" for name, word in words.items() if counts[name])
     verdict = "not verified" if report.verdict is None else f"verification: {report.verdict}"
-    return f"{number_of(counts['encrypted'], 'encrypted file')}{others}; {verdict}."
+    return f"{out.number_of(counts['encrypted'], 'encrypted file')}{others}; {verdict}."
 
 
 # --- HTML ---
@@ -295,16 +256,16 @@ def html_lines(report: ProtectionReport) -> Iterator[str]:
     yield f"<p>Of {', '.join(_text(path) for path in report.paths)}, made at {_text(report.made)}.</p>"
     yield f"<p>{_text(_summary(report))}</p>"
     yield "<h2>Exceptions</h2>"
-    yield from _remark_list(report.exceptions, "There are no exceptions.")
+    yield _remark_list(report.exceptions, "There are no exceptions.")
     yield from _columns_by_keys(report)
     yield from _columns_by_readers(report)
     yield from _timeline(report)
     yield "<h2>Plaintext files</h2>"
-    yield from _path_list(report.plaintext_files, "All Parquet files are encrypted.")
+    yield _path_list(report.plaintext_files, "All Parquet files are encrypted.")
     yield "<h2>Files that are not Parquet</h2>"
-    yield from _path_list(report.not_parquet, "There are none.")
+    yield _path_list(report.not_parquet, "There are none.")
     yield "<h2>Not examined</h2>"
-    yield from _remark_list(report.not_examined, "Everything was examined.")
+    yield _remark_list(report.not_examined, "Everything was examined.")
     yield from _all_files(report)
     yield "</main>\n</body>\n</html>"
 
@@ -313,29 +274,26 @@ def _text(text: object) -> str:
     return escape(printable(str(text)), quote=True)
 
 
-def _remark_list(remarks: Sequence[Remark], if_none: str) -> Iterator[str]:
-    if not remarks:
-        yield f"<p>{_text(if_none)}</p>"
-        return
-    yield "<ul>"
-    for remark in remarks:
-        kind, word = ("problem", "Problem:") if remark.is_problem else ("note", "Note:")
-        count = f" ({remark.count:,})" if remark.count else ""
-        yield f'<li class="{kind}"><strong>{word}</strong> {_text(remark.text)}{count}'
-        if remark.examples:
-            yield f"<ul>{''.join(f'<li>{_text(example)}</li>' for example in remark.examples)}"
-            if remark.count > len(remark.examples):
-                yield f"<li>and {remark.count - len(remark.examples):,} more</li>"
-            yield "</ul>"
-        yield "</li>"
-    yield "</ul>"
+def _remark_list(remarks: Sequence[Remark], if_none: str) -> str:
+    return _list("".join(map(_remark_item, remarks)), if_none)
 
 
-def _path_list(paths: Sequence[str], if_none: str) -> Iterator[str]:
-    yield f"<p>{_text(if_none)}</p>" if not paths else "<ul>"
-    yield from (f"<li>{_text(path)}</li>" for path in paths)
-    if paths:
-        yield "</ul>"
+def _remark_item(remark: Remark) -> str:
+    kind = "problem" if remark.is_problem else "note"
+    count = f" ({remark.count:,})" if remark.count else ""
+    examples = "".join(f"<li>{_text(example)}</li>" for example in remark.examples)
+    if examples and remark.count > len(remark.examples):
+        examples += f"<li>and {remark.count - len(remark.examples):,} more</li>"
+    inner = f"\n<ul>{examples}</ul>" if examples else ""
+    return f'<li class="{kind}"><strong>{kind.capitalize()}:</strong> {_text(remark.text)}{count}{inner}</li>\n'
+
+
+def _path_list(paths: Sequence[str], if_none: str) -> str:
+    return _list("".join(f"<li>{_text(path)}</li>\n" for path in paths), if_none)
+
+
+def _list(items: str, if_none: str) -> str:
+    return f"<ul>\n{items}</ul>" if items else f"<p>{_text(if_none)}</p>"
 
 
 def _table(label: str, headings: Iterable[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -415,7 +373,7 @@ def _columns_by_readers(report: ProtectionReport) -> Iterator[str]:
     yield from _table("Access to the column where it is encrypted", ["Column", *map(_text, report.readers)], rows)
     if reasons:
         yield "<p>Why not:</p>"
-        yield from _path_list(list(reasons), "")
+        yield _path_list(list(reasons), "")
 
 
 def _timeline(report: ProtectionReport) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """`parquet-keytools serve` and `mount`: encrypted files as plain Parquet."""
 
-# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import contextlib
@@ -13,15 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from parquet_keytools.cli.options import (
-    ConfigOption,
-    JsonOption,
-    TableOption,
-    ViewedArgument,
-    location_of,
-    open_keytools,
-)
-from parquet_keytools.cli.output import answer, print_json, say
+from parquet_keytools.cli import options as opt
+from parquet_keytools.cli import output as out
 from parquet_keytools.runtime.threads_and_forks import someone_waiting
 
 if TYPE_CHECKING:
@@ -31,51 +23,44 @@ if TYPE_CHECKING:
     from parquet_keytools.serve.served_tree import ServedTree
     from parquet_keytools.serve.view_server import ViewServer
 
-PortOption = Annotated[
-    int, typer.Option("--port", metavar="N", min=0, max=65535, help="The port; 0 selects a free port.")
-]
-S3Option = Annotated[bool, typer.Option("--s3", help="Serve S3, too, with credentials for this run.")]
-AddressOption = Annotated[
-    str,
-    typer.Option(
-        "--address",
-        metavar="IP",
-        help="The address to listen on. Other machines can connect to an address that is not a loopback address: "
-        "anyone with the URL or the credentials can then read decrypted columns. Such an address needs TLS.",
-    ),
-]
-CertificateOption = Annotated[
-    Path | None, typer.Option("--tls-certificate", metavar="FILE", help="PEM file with the certificate chain.")
-]
-TlsKeyOption = Annotated[
-    Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM file with its key, without a passphrase.")
-]
-HostNameOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--host-name",
-        metavar="NAME",
-        help="The name of this server for clients, as in its certificate. Repeatable; the URL has the first.",
-    ),
-]
-AccessLogOption = Annotated[
-    Path | None,
-    typer.Option("--access-log", metavar="FILE", help="Append a line of JSON for each request."),
-]
-
 
 def serve_command(
-    path: ViewedArgument,
-    config: ConfigOption,
-    table: TableOption = None,
-    port: PortOption = 0,
-    s3: S3Option = False,
-    address: AddressOption = "127.0.0.1",
-    tls_certificate: CertificateOption = None,
-    tls_key: TlsKeyOption = None,
-    host_name: HostNameOption = None,
-    access_log: AccessLogOption = None,
-    as_json: JsonOption = False,
+    path: opt.ViewedArgument,
+    config: opt.ConfigOption,
+    table: opt.TableOption = None,
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="The port; 0 selects a free port.")
+    ] = 0,
+    s3: Annotated[bool, typer.Option("--s3", help="Serve S3, too, with credentials for this run.")] = False,
+    address: Annotated[
+        str,
+        typer.Option(
+            "--address",
+            metavar="IP",
+            help="The address to listen on. Other machines can connect to an address that is not a loopback "
+            "address: anyone with the URL or the credentials can then read decrypted columns. Such an address "
+            "needs TLS.",
+        ),
+    ] = "127.0.0.1",
+    tls_certificate: Annotated[
+        Path | None, typer.Option("--tls-certificate", metavar="FILE", help="PEM file with the certificate chain.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM file with its key, without a passphrase.")
+    ] = None,
+    host_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host-name",
+            metavar="NAME",
+            help="The name of this server for clients, as in its certificate. Repeatable; the URL has the first.",
+        ),
+    ] = None,
+    access_log: Annotated[
+        Path | None,
+        typer.Option("--access-log", metavar="FILE", help="Append a line of JSON for each request."),
+    ] = None,
+    as_json: opt.JsonOption = False,
 ) -> None:
     """Serve encrypted files as plain Parquet over HTTP, and with --s3 as S3, until Ctrl-C.
 
@@ -90,7 +75,7 @@ def serve_command(
     with contextlib.ExitStack() as stack:
         # A server outlives a restart of the KMS.
         stack.enter_context(someone_waiting(False))
-        keytools = stack.enter_context(open_keytools(config, KMS_SECONDS))
+        keytools = stack.enter_context(opt.open_keytools(config, KMS_SECONDS))
         tree, first = viewed_tree(keytools, path, table)
         stack.enter_context(_logging_to(access_log))
         server = ViewServer(tree, address=address, port=port, tls=tls, host_names=names, with_s3=s3)
@@ -100,7 +85,7 @@ def serve_command(
                 _wait()
         except KeyboardInterrupt:
             # Ctrl-C or SIGTERM is the usual end.
-            say("Stopped.")
+            out.say("Stopped.")
 
 
 def _wait() -> None:
@@ -169,7 +154,7 @@ class _Refusals(logging.Handler):
     """Prints refused requests."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"Refused: {record.getMessage()}")
+        out.say(f"Refused: {record.getMessage()}")
 
 
 def _introduce(server: ViewServer, first: str, *, as_json: bool) -> None:
@@ -185,17 +170,17 @@ def _introduce(server: ViewServer, first: str, *, as_json: bool) -> None:
             "secret_access_key": pair.secret.reveal().decode(),
         }
         # Not to stderr, which often goes to logs.
-        print_json({"url": server.url, "s3": s3})
+        out.print_json({"url": server.url, "s3": s3})
         return
-    answer("Serving until Ctrl-C. Anyone with this URL, or the credentials, reads what you may read.\n")
-    answer(f"URL         {server.url}")
+    out.answer("Serving until Ctrl-C. Anyone with this URL, or the credentials, reads what you may read.\n")
+    out.answer(f"URL         {server.url}")
     for engine, line in http_lines(server.url, first).items():
-        answer(f"{engine:<11} {line}")
+        out.answer(f"{engine:<11} {line}")
     if pair is not None:
-        answer(f"\nS3          {server.endpoint}/{BUCKET}")
-        answer(f"key ID      {pair.access_key_id}\nsecret      {pair.secret.reveal().decode()}")
+        out.answer(f"\nS3          {server.endpoint}/{BUCKET}")
+        out.answer(f"key ID      {pair.access_key_id}\nsecret      {pair.secret.reveal().decode()}")
         for engine, line in s3_lines(server.endpoint, pair).items():
-            answer(f"{engine:<11} {line}")
+            out.answer(f"{engine:<11} {line}")
 
 
 KMS_SECONDS = 15.0
@@ -203,17 +188,12 @@ KMS_SECONDS = 15.0
 
 
 def viewed_tree(keytools: Keytools, path: str, table: str | None) -> tuple[ServedTree, str]:
-    """Return the tree of a file or folder, and the key of its first file.
-
-    Raises:
-        FileNotFoundError: The path does not exist.
-        NoParquetFilesError: The folder has no files.
-    """
+    """Return the tree of a file or folder, and the key of its first file."""
     from parquet_keytools.errors import NoParquetFilesError
     from parquet_keytools.serve.served_tree import ServedTree
     from parquet_keytools.storage.locations import FileLocation
 
-    location = location_of(path, "PATH")
+    location = opt.location_of(path, "PATH")
     kind = location.info().type.name
     if kind == "NotFound":
         raise FileNotFoundError(errno.ENOENT, "no such file or folder", path)
@@ -227,13 +207,13 @@ def viewed_tree(keytools: Keytools, path: str, table: str | None) -> tuple[Serve
     return tree, first
 
 
-FolderArgument = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="An empty folder.", exists=True, file_okay=False)
-]
-
-
 def mount_command(
-    path: ViewedArgument, folder: FolderArgument, config: ConfigOption, table: TableOption = None
+    path: opt.ViewedArgument,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="An empty folder.", exists=True, file_okay=False)
+    ],
+    config: opt.ConfigOption,
+    table: opt.TableOption = None,
 ) -> None:
     """Mount encrypted files as a folder of plain Parquet files, until Ctrl-C or `umount`.
 
@@ -244,6 +224,6 @@ def mount_command(
 
     if next(folder.iterdir(), None) is not None:
         raise typer.BadParameter("this folder is not empty.", param_hint="FOLDER")
-    with someone_waiting(False), open_keytools(config, KMS_SECONDS) as keytools:
+    with someone_waiting(False), opt.open_keytools(config, KMS_SECONDS) as keytools:
         tree, _ = viewed_tree(keytools, path, table)
-        mount(tree, folder, lambda: answer(f"Mounted at {folder} until Ctrl-C or umount."))
+        mount(tree, folder, lambda: out.answer(f"Mounted at {folder} until Ctrl-C or umount."))

@@ -1,6 +1,5 @@
 """`parquet-keytools spark encrypt|decrypt|rotate|rekey|verify|keys|settings`."""
 
-# Nothing slow is imported here: `--help` must be fast.
 from __future__ import annotations
 
 import os
@@ -17,36 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parquet_keytools.cli.options import (
-    AadPrefixOption,
-    AllowPlaintextOption,
-    ConfigOption,
-    FollowLinksOption,
-    IgnoreSkippedOption,
-    JsonOption,
-    OverwriteOption,
-    PartsOption,
-    ReportOptions,
-    RotationOptions,
-    SkipExistingOption,
-    SourceArgument,
-    TableOption,
-    TargetArgument,
-    VerifyStrictOption,
-    location_of,
-    pairs_of,
-    with_options,
-)
-from parquet_keytools.cli.output import (
-    ExitStatus,
-    FilesDocument,
-    Messages,
-    answer,
-    grouped_rows,
-    json_wanted,
-    print_json,
-    print_table,
-)
+from parquet_keytools.cli import options as opt
+from parquet_keytools.cli import output as out
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -78,11 +49,11 @@ FileOnNodesOption = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionOptions(ReportOptions):
+class SessionOptions(opt.ReportOptions):
     """Options of all commands."""
 
-    config: ConfigOption
-    table: TableOption = None
+    config: opt.ConfigOption
+    table: opt.TableOption = None
     master: Annotated[
         str | None,
         typer.Option(
@@ -105,22 +76,26 @@ class SessionOptions(ReportOptions):
 class ReadingOptions(SessionOptions):
     """Options of commands that read encrypted files."""
 
-    aad_prefix: AadPrefixOption = None
+    aad_prefix: opt.AadPrefixOption = None
+
+    def table_and_prefix(self) -> dict[str, Any]:
+        """Return arguments of the pipelines."""
+        return {"table_name": self.table, "aad_prefix": self.aad_prefix}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparkRotationOptions(SessionOptions, RotationOptions):
+class SparkRotationOptions(SessionOptions, opt.RotationOptions):
     """Options of `spark rotate`."""
 
 
 @app.command("encrypt")
-@with_options(SessionOptions)
+@opt.with_options(SessionOptions)
 def encrypt_with_spark(
-    source: SourceArgument,
-    target: TargetArgument,
+    source: opt.SourceArgument,
+    target: opt.TargetArgument,
     options: SessionOptions,
-    overwrite: OverwriteOption = False,
-    skip_existing: SkipExistingOption = False,
+    overwrite: opt.OverwriteOption = False,
+    skip_existing: opt.SkipExistingOption = False,
 ) -> None:
     """Encrypt the Parquet files of a folder.
 
@@ -131,24 +106,24 @@ def encrypt_with_spark(
 
 
 @app.command("decrypt")
-@with_options(ReadingOptions)
+@opt.with_options(ReadingOptions)
 def decrypt_with_spark(
-    source: SourceArgument,
-    target: TargetArgument,
+    source: opt.SourceArgument,
+    target: opt.TargetArgument,
     options: ReadingOptions,
-    overwrite: OverwriteOption = False,
-    skip_existing: SkipExistingOption = False,
+    overwrite: opt.OverwriteOption = False,
+    skip_existing: opt.SkipExistingOption = False,
 ) -> None:
     """Decrypt the Parquet files of a folder.
 
     The written files are not encrypted. To continue an interrupted run, add --skip-existing.
     """
     arguments = {"overwrite": overwrite, "skip_existing": skip_existing}
-    _run("decrypt", options, source, target, **_table_and_prefix(options), **arguments)
+    _run("decrypt", options, source, target, **options.table_and_prefix(), **arguments)
 
 
 @app.command("rotate")
-@with_options(SparkRotationOptions)
+@opt.with_options(SparkRotationOptions)
 def rotate_with_spark(path: PathArgument, options: SparkRotationOptions) -> None:
     """Re-wrap the keys of files; their data stays as it is.
 
@@ -158,36 +133,38 @@ def rotate_with_spark(path: PathArgument, options: SparkRotationOptions) -> None
 
 
 @app.command("rekey")
-@with_options(ReadingOptions)
-def rekey_with_spark(path: PathArgument, options: ReadingOptions, follow_links: FollowLinksOption = False) -> None:
+@opt.with_options(ReadingOptions)
+def rekey_with_spark(
+    path: PathArgument, options: ReadingOptions, follow_links: opt.FollowLinksOption = False
+) -> None:
     """Re-encrypt files in place, with new data keys."""
-    _run("rekey", options, path, **_table_and_prefix(options), follow_links=follow_links)
+    _run("rekey", options, path, **options.table_and_prefix(), follow_links=follow_links)
 
 
 @app.command("verify")
-@with_options(ReadingOptions)
+@opt.with_options(ReadingOptions)
 def verify_with_spark(
     path: PathArgument,
     options: ReadingOptions,
-    parts: PartsOption = None,
-    allow_plaintext: AllowPlaintextOption = None,
-    strict: VerifyStrictOption = False,
+    parts: opt.PartsOption = None,
+    allow_plaintext: opt.AllowPlaintextOption = None,
+    strict: opt.VerifyStrictOption = False,
 ) -> None:
     """Check files against the encryption specification.
 
     Each file is checked rule by rule, and all files as one data set, with the verdicts of `verify`.
     """
     arguments = {"part_count": parts, "allow_plaintext": allow_plaintext or ()}
-    _run("verify", options, path, strict=strict, **_table_and_prefix(options), **arguments)
+    _run("verify", options, path, strict=strict, **options.table_and_prefix(), **arguments)
 
 
 @app.command("keys")
-@with_options(ReadingOptions)
+@opt.with_options(ReadingOptions)
 def keys_with_spark(
-    path: PathArgument, options: ReadingOptions, ignore_skipped: IgnoreSkippedOption = False
+    path: PathArgument, options: ReadingOptions, ignore_skipped: opt.IgnoreSkippedOption = False
 ) -> None:
     """List which master keys the files depend on."""
-    _run("keys", options, path, **_table_and_prefix(options), ignore_skipped=ignore_skipped)
+    _run("keys", options, path, **options.table_and_prefix(), ignore_skipped=ignore_skipped)
 
 
 # --- settings for spark-sql, Scala and servers ---
@@ -195,8 +172,8 @@ def keys_with_spark(
 
 @app.command("settings")
 def settings_command(
-    config: ConfigOption,
-    table: TableOption = None,
+    config: opt.ConfigOption,
+    table: opt.TableOption = None,
     schema_from: Annotated[
         str | None,
         typer.Option(
@@ -220,7 +197,7 @@ def settings_command(
         typer.Option("--jar", metavar="PATH", help="Path or URL of our jar on the cluster, instead of a new one."),
     ] = None,
     file_on_nodes: FileOnNodesOption = None,
-    as_json: JsonOption = False,
+    as_json: opt.JsonOption = False,
 ) -> None:
     """Print the settings of Spark, and the options of a table.
 
@@ -243,23 +220,23 @@ def settings_command(
     if schema_from is not None or ddl is not None:
         document["table_options"] = _table_options(configuration, table, schema_from, ddl, partition_by or [])
     if as_json:
-        print_json(document)
+        out.print_json(document)
         return
-    answer("# For the command line of spark-sql, spark-shell and spark-submit:")
-    answer(" \\\n".join(f"--conf {shlex.quote(f'{name}={value}')}" for name, value in settings.items()))
-    answer("\n# For spark-defaults.conf, or a file for --properties-file:")
+    out.answer("# For the command line of spark-sql, spark-shell and spark-submit:")
+    out.answer(" \\\n".join(f"--conf {shlex.quote(f'{name}={value}')}" for name, value in settings.items()))
+    out.answer("\n# For spark-defaults.conf, or a file for --properties-file:")
     for name, value in settings.items():
         # A properties file of Java.
-        answer(f"{name} " + value.replace("\\", r"\\"))
+        out.answer(f"{name} " + value.replace("\\", r"\\"))
     if "read_options" in document:
-        answer("\n# For a read in Scala or Python, by option(name, value):")
+        out.answer("\n# For a read in Scala or Python, by option(name, value):")
         for name, value in document["read_options"].items():
-            answer(f"{name} {value}")
+            out.answer(f"{name} {value}")
     if "table_options" in document:
-        answer("\n# For CREATE TABLE ... USING parquet, and by option(name, value) for a write:")
-        answer(_sql_list("OPTIONS", document["table_options"]))
-        answer("\n# For a table of Hive, CREATE TABLE ... STORED AS PARQUET:")
-        answer(_sql_list("TBLPROPERTIES", document["table_options"]))
+        out.answer("\n# For CREATE TABLE ... USING parquet, and by option(name, value) for a write:")
+        out.answer(_sql_list("OPTIONS", document["table_options"]))
+        out.answer("\n# For a table of Hive, CREATE TABLE ... STORED AS PARQUET:")
+        out.answer(_sql_list("TBLPROPERTIES", document["table_options"]))
 
 
 def _sql_list(clause: str, options: Mapping[str, str]) -> str:
@@ -303,7 +280,7 @@ def _schema_of_file(keys: KeyService, table: str | None, path: str) -> tuple[lis
     from parquet_keytools.storage.walk import ParquetFile, data_set
 
     name, _ = keys.configuration.select_table(table)
-    for entry in data_set(location_of(path, "--schema-from")):
+    for entry in data_set(opt.location_of(path, "--schema-from")):
         if isinstance(entry, ParquetFile):
             return schema_of(keys.configuration, entry.location, name, None, keys.kms)
     raise typer.BadParameter("no Parquet file there can be read.", param_hint="--schema-from")
@@ -327,16 +304,8 @@ def _leaves_of_ddl(ddl: str) -> list[ColumnPath]:
         return spark_leaf_paths(schema)
 
 
-def _table_and_prefix(options: ReadingOptions) -> dict[str, Any]:
-    return {"table_name": options.table, "aad_prefix": options.aad_prefix}
-
-
 def _run(name: str, options: SessionOptions, *places: str, strict: bool = False, **arguments: Any) -> None:
-    """Run a pipeline, and show its report; if `strict`, weaknesses fail.
-
-    Raises:
-        typer.Exit: Something failed.
-    """
+    """Run a pipeline, and show its report; if `strict`, weaknesses fail."""
     with _session(options.master, options.conf) as session:
         from parquet_keytools.spark import pipelines
 
@@ -348,7 +317,7 @@ def _run(name: str, options: SessionOptions, *places: str, strict: bool = False,
             max_tasks=options.max_tasks,
             **arguments,
         )
-        if name == "keys" and not json_wanted():
+        if name == "keys" and not out.json_wanted():
             from parquet_keytools.config.loader import load_configuration
 
             _show_keys(report, load_configuration(options.config).template_of)
@@ -357,14 +326,10 @@ def _run(name: str, options: SessionOptions, *places: str, strict: bool = False,
 
 @contextmanager
 def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSession]:
-    """Start a session, and stop it; of Spark's own messages, only errors are printed.
-
-    Raises:
-        ConfigurationError: pyspark or Java is missing, or Spark does not start.
-    """
+    """Start a session, and stop it; of Spark's own messages, only errors are printed."""
     from parquet_keytools.errors import ConfigurationError
 
-    pairs = pairs_of(settings, "--conf")
+    pairs = opt.pairs_of(settings, "--conf")
     try:
         from pyspark.sql import SparkSession
     except ImportError:
@@ -401,11 +366,7 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
 
 
 def _show(report: PipelineReport, *, strict: bool) -> None:
-    """Print a report.
-
-    Raises:
-        typer.Exit: Something failed.
-    """
+    """Print a report, and end the command with the status of its failures."""
     from parquet_keytools import errors
     from parquet_keytools.spark.pipelines import VerificationReport
 
@@ -419,47 +380,42 @@ def _show(report: PipelineReport, *, strict: bool) -> None:
         "seconds": round(report.seconds, 3),
     } | ({} if verdict is None else {"verdict": verdict.value, "broken_rules": rules})
     kinds = set()
-    messages: dict[str, Messages] = {}
-    with FilesDocument() as files:
+    groups: dict[str, out.Messages] = {}
+    with out.FilesDocument() as files:
         for row in report.rows():
             files.add(row)
             if row["error_class"] is not None:
                 kinds.add(getattr(errors, row["error_class"], OSError))
             if text := row["error"] or (row["detail"] if row["outcome"] == "skipped" else None):
                 label = row["outcome"].capitalize()
-                messages.setdefault(label, Messages(label)).add(row["path"], text)
+                groups.setdefault(label, out.Messages(label)).add(row["path"], text)
         files.end(document)
-    for group in messages.values():
-        group.print()
-    broken: dict[str, Messages] = {}
     for rule in rules or []:
         label = f"{rule['severity'].capitalize()} {rule['rule']}"
-        broken.setdefault(label, Messages(label, answer)).add(rule["file"], rule["message"])
-    for group in broken.values():
+        groups.setdefault(label, out.Messages(label, out.answer)).add(rule["file"], rule["message"])
+    for group in groups.values():
         group.print()
     outcomes = ", ".join(f"{number} {outcome}" for outcome, number in report.outcomes.items())
     asked = ", ".join(f"{number} {operation}" for operation, number in report.kms_keys.items()) or "nothing"
-    answer(
+    out.answer(
         f"{outcomes or 'No files'} in {report.seconds:.1f} s and {report.tasks} tasks; keys asked for: {asked}."
     )
     if verdict is not None:
-        answer(f"The data set: {verdict.value}")
+        out.answer(f"The data set: {verdict.value}")
     if report.conforms_strictly if strict and isinstance(report, VerificationReport) else report.succeeded:
         return
     kms_failed = kinds and all(issubclass(kind, errors.KmsError) for kind in kinds)
-    raise typer.Exit(ExitStatus.KMS_FAILED if kms_failed else ExitStatus.NO)
+    raise typer.Exit(out.ExitStatus.KMS_FAILED if kms_failed else out.ExitStatus.NO)
 
 
 def _show_keys(report: PipelineReport, template_of: Callable[[str], str | None]) -> None:
     """Print how many files need which version of which master key."""
     counts: Counter[tuple[str, str]] = Counter()
     for row in report.rows():
-        counts.update(
-            {
-                (key["master_key"] or key["data_key"] or "unknown", key["version"] or "unknown")
-                for key in row["keys"]
-            }
-        )
+        names = ((key["master_key"] or key["data_key"], key["version"]) for key in row["keys"])
+        counts.update({(name or "unknown", version or "unknown") for name, version in names})
     keys = (((name,), (version,), (number,)) for (name, version), number in sorted(counts.items()))
-    rows = [(name, version, f"{number:,}") for (name,), (version,), (number,) in grouped_rows(keys, template_of)]
-    print_table("Files that depend on master keys", ["master key", "version", "files"], rows)
+    rows = [
+        (name, version, f"{number:,}") for (name,), (version,), (number,) in out.grouped_rows(keys, template_of)
+    ]
+    out.print_table("Files that depend on master keys", ["master key", "version", "files"], rows)

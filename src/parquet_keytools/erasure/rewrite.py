@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import re
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,12 +18,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
+from parquet_keytools.config.document import did_you_mean, one_of
 from parquet_keytools.config.settings import values_in_folders
 from parquet_keytools.conformance.data_set import is_table_metadata
 from parquet_keytools.conformance.file_verifier import FileEnd
 from parquet_keytools.encryption.file_encryption import StreamedFile
 from parquet_keytools.encryption.protection import FooterColumn
-from parquet_keytools.erasure.row_filter import NULL_FOLDER, Condition, FileFilter, parse_filter
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
     ConfigurationError,
@@ -52,7 +55,7 @@ from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version, replaced_whole, unless_changed
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.storage.locations import BufferSource, FileLocation, open_source
-from parquet_keytools.storage.walk import LeftOut, file_or_folder
+from parquet_keytools.storage.walk import file_or_folder
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput
 
@@ -72,14 +75,7 @@ _LATER = "Read it with the engine that wrote it, and write it without these rows
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FileRewrite(FileRotation):
-    """The result for one file.
-
-    Attributes:
-        rows: Number of rows before; None if the file was not read.
-        rows_removed: Number of rows that match, and were removed, or would be.
-        before: Size and footer of the file that was read.
-        after: Size and footer of the file that replaced it; None if none did.
-    """
+    """The result for a file: its rows before, the matching rows, and its end before and after, as far as known."""
 
     rows: int | None = None
     rows_removed: int = 0
@@ -116,7 +112,10 @@ def rewrite_rows(
     request = InPlaceRequest(keep_results, on_found, table_name=table_name)
     found = change_each_file(location, rewriting.search, request, raises_failures=is_file)
     for left in found.skipped:
-        _refuse_table_file(left)
+        if is_table_metadata(left.location):
+            raise _is_table(left.path, "Iceberg")
+        if left.location.name in _TABLE_FOLDERS:
+            raise _is_table(left.path, _TABLE_FOLDERS[left.location.name])
     if dry_run:
         found.dry_run = True
         return found
@@ -138,13 +137,6 @@ def _refuse_table_around(location: FileLocation) -> None:
                     raise _is_table(str(file), "Iceberg")
 
 
-def _refuse_table_file(left: LeftOut) -> None:
-    if is_table_metadata(left.location):
-        raise _is_table(left.path, "Iceberg")
-    if left.location.name in _TABLE_FOLDERS:
-        raise _is_table(left.path, _TABLE_FOLDERS[left.location.name])
-
-
 def _is_table(path: str, kind: str) -> ConfigurationError:
     return ConfigurationError(
         f"{path} belongs to a table of {kind}: its metadata would not fit rewritten files.",
@@ -153,11 +145,7 @@ def _is_table(path: str, kind: str) -> ConfigurationError:
 
 
 class _Rewriting:
-    """Removes the matching rows of files.
-
-    Attributes:
-        found: Path -> what a search found in a file.
-    """
+    """Removes the matching rows of files; `found` has what a search found in each file."""
 
     def __init__(self, keys: KeyService, table_name: str, conditions: Sequence[Condition]) -> None:
         self._keys = keys
@@ -309,17 +297,13 @@ def _explaining(location: FileLocation) -> Iterator[None]:
 
 
 class _View:
-    """The view of a file, read by pyarrow; columns that are not wanted are hidden.
-
-    Attributes:
-        file: pyarrow's reader.
-        int96: Dotted paths of leaf columns with timestamps of 96 bits.
-    """
+    """The view of a file, read by pyarrow; columns that are not wanted are hidden."""
 
     def __init__(self, opened: OpenedFile, source: ByteSource) -> None:
         plain = PlainFile(opened, source, "hide", PageCache())
         # Values of extension types cannot be compared.
-        options = {name: False for name in ("arrow_extensions_enabled",) if name in _options_of(pq.ParquetFile)}
+        name = "arrow_extensions_enabled"
+        options = {name: False} if name in _options_of(pq.ParquetFile) else {}
         self.file = pq.ParquetFile(PlainInput(plain), **options)
         self._in_microseconds = pq.ParquetFile(PlainInput(plain), coerce_int96_timestamp_unit="us", **options)
         self._path = str(opened.location)
@@ -432,3 +416,179 @@ def _options(file: pq.ParquetFile, ordinal: int) -> dict[str, Any]:
         },
     }
     return {name: value for name, value in options.items() if value not in (None, {})}
+
+
+# --- the filter: conditions joined by AND, as `customer = 4711 AND country IN ('DE', 'FR')` ---
+
+_LITERAL = r"(?:'(?:[^']|'')*'|-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?(?!\w)|true\b|false\b)"
+_LITERALS = re.compile(_LITERAL, re.IGNORECASE)
+_CONDITION = re.compile(
+    rf"""\s*(?:"(?P<quoted>(?:[^"]|"")+)"|(?P<name>[^\W\d][\w.]*))\s*
+    (?: (?P<operator><=|>=|!=|<>|[=<>])\s*(?P<literal>{_LITERAL})
+      | \bIN\s*\((?P<literals>\s*{_LITERAL}\s*(?:,\s*{_LITERAL}\s*)*)\)
+      | \bIS\s+(?P<negation>NOT\s+)?NULL\b )
+    \s*(?:(?P<more>\bAND\b)|$)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_GRAMMAR = (
+    "A filter is COLUMN OPERATOR LITERAL, joined by AND. Operators: =, !=, <, <=, >, >=, IN (...), IS NULL, "
+    "IS NOT NULL. Write texts, dates and timestamps in single quotes, and names of columns that are not words in "
+    "double quotes."
+)
+
+
+def _is_one_of(values: Any, literals: pa.Array) -> Any:
+    if pa.types.is_floating(literals.type):
+        # As for `=`, -0.0 is 0.0: pyarrow's function compares bits.
+        values, literals = (pc.if_else(pc.equal(each, 0.0), 0.0, each) for each in (values, literals))
+    return pc.if_else(pc.is_valid(values), pc.is_in(values, literals), None)
+
+
+_COMPARE: Mapping[str, Callable[..., Any]] = {
+    "=": pc.equal,
+    "!=": pc.not_equal,
+    "<>": pc.not_equal,
+    "<": pc.less,
+    "<=": pc.less_equal,
+    ">": pc.greater,
+    ">=": pc.greater_equal,
+    "IN": _is_one_of,
+    "IS NULL": lambda values, _: pc.is_null(values),
+    "IS NOT NULL": lambda values, _: pc.is_valid(values),
+}
+_TEMPORAL = (pa.types.is_date, pa.types.is_timestamp, pa.types.is_time)
+_QUOTED = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, *_TEMPORAL)
+_BARE = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean)
+_UUID = pa.binary(16)
+NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
+"""How the name of a folder says NULL."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A comparison of a column, or a field of a struct, with literals, which are written here without quotes."""
+
+    column: str
+    operator: str
+    literals: tuple[str, ...] = ()
+    is_quoted: bool = False
+
+    def typed(self, kind: pa.DataType) -> pa.Array:
+        """Return the literals in the type of the column."""
+        if not self.literals:
+            return None
+        if not any(is_kind(kind) for is_kind in (*_QUOTED, *_BARE)) and kind != _UUID:
+            raise ConfigurationError(f"column {self.column!r} is {kind}, which a filter cannot compare.")
+        wants_quotes = kind == _UUID or any(is_kind(kind) for is_kind in _QUOTED)
+        if self.is_quoted is not wants_quotes:
+            quotes = "with" if wants_quotes else "without"
+            raise ConfigurationError(
+                f"column {self.column!r} is {kind}: its literals are written {quotes} single quotes."
+            )
+        try:
+            if kind == _UUID:
+                return pa.array([uuid.UUID(text).bytes for text in self.literals], kind)
+            return pa.array(self.literals, pa.string()).cast(kind)
+        except (pa.ArrowException, ValueError) as error:
+            raise ConfigurationError(
+                f"column {self.column!r} is {kind}, and a literal of the filter is not: {error}"
+            ) from None
+
+
+def parse_filter(text: str) -> tuple[Condition, ...]:
+    """Parse a filter."""
+    conditions: list[Condition] = []
+    position, more = 0, True
+    while more:
+        found = _CONDITION.match(text, position)
+        if found is None:
+            where = f"at {text[position:].strip()[:40]!r}" if text[position:].strip() else "at its end"
+            raise ConfigurationError(f"the filter is not valid {where}.", hint=_GRAMMAR)
+        name = found["name"] or found["quoted"].replace('""', '"')
+        operator = found["operator"] or ("IN" if found["literals"] else "IS NULL")
+        if found["negation"]:
+            operator = "IS NOT NULL"
+        literals = _LITERALS.findall(found["literal"] or found["literals"] or "")
+        quoted = {literal[0] == "'" for literal in literals}
+        if len(quoted) > 1:
+            raise ConfigurationError(f"the literals for column {name!r} are of several types.")
+        plain = tuple(text[1:-1].replace("''", "'") if text[0] == "'" else text.lower() for text in literals)
+        conditions.append(Condition(name, operator, plain, quoted == {True}))
+        position, more = found.end(), bool(found["more"])
+    return tuple(conditions)
+
+
+class FileFilter:
+    """A filter for files of one schema, and for the values that the folders of a file give."""
+
+    def __init__(
+        self,
+        conditions: Sequence[Condition],
+        schema: pa.Schema,
+        folder_values: Mapping[str, str | None],
+        names: Sequence[str] = (),
+    ) -> None:
+        """Type the literals; `names` are names of other columns of the file, for errors."""
+        self._checks: list[tuple[Condition, tuple[str, ...] | pa.Scalar, pa.Array]] = []
+        for condition in conditions:
+            name = condition.column
+            column = _column_in(schema, name)
+            if column is not None and name in folder_values:
+                raise ConfigurationError(f"column {name!r} is in the file and in the names of its folders.")
+            place: tuple[str, ...] | pa.Scalar
+            if column is not None:
+                place, kind = column
+            elif name in folder_values:
+                kind = pa.string() if condition.is_quoted or not condition.literals else pa.float64()
+                if kind == pa.float64() and all(re.fullmatch(r"-?\d+", text) for text in condition.literals):
+                    kind = pa.int64()
+                place = _folder_value(name, folder_values[name], kind)
+            else:
+                known = list(dict.fromkeys([*schema.names, *names, *folder_values]))
+                raise ConfigurationError(
+                    f"there is no column {name!r}.", hint=did_you_mean(name, known) or one_of(known)
+                )
+            self._checks.append((condition, place, condition.typed(kind)))
+        self.columns = [check.column for check, place, _ in self._checks if isinstance(place, tuple)]
+
+    def matches(self, table: pa.Table, num_rows: int) -> pa.ChunkedArray | pa.Array:
+        """Return for each row whether it matches, never null; the table has the columns of the filter."""
+
+        def results() -> Iterator[Any]:
+            for condition, place, literals in self._checks:
+                values = _values(table, place) if isinstance(place, tuple) else pa.repeat(place, num_rows)
+                one = literals[0] if literals is not None and condition.operator != "IN" else literals
+                yield _COMPARE[condition.operator](values, one)
+
+        return pc.fill_null(reduce(pc.and_kleene, results()), False)
+
+
+def _column_in(schema: pa.Schema, name: str) -> tuple[tuple[str, ...], pa.DataType] | None:
+    """Return path and type of a column, or of a field of structs; None if there is none."""
+    path = (name,) if name in schema.names else tuple(name.split("."))
+    kind: Any = schema
+    for part in path:
+        if not isinstance(kind, pa.Schema) and not pa.types.is_struct(kind):
+            return None
+        position = kind.get_field_index(part)
+        if position < 0:
+            return None
+        kind = kind.field(position).type
+    return path, kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _values(table: pa.Table, path: tuple[str, ...]) -> Any:
+    values = table.column(path[0])
+    if len(path) > 1:
+        values = pc.struct_field(values, list(path[1:]))
+    return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
+
+
+def _folder_value(name: str, text: str | None, kind: pa.DataType) -> pa.Scalar:
+    try:
+        return pa.scalar(text, pa.string()).cast(kind)
+    except pa.ArrowInvalid:
+        raise ConfigurationError(
+            f"a folder has the value {str(text)[:80]!r} for {name!r}, which is not a number.",
+            hint="Write the literal in single quotes.",
+        ) from None

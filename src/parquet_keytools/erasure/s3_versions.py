@@ -17,13 +17,7 @@ from parquet_keytools.storage.locations import FileLocation
 
 
 class OlderVersion(NamedTuple):
-    """A version of an object that is no longer the current one.
-
-    Attributes:
-        path: The object, as its location is printed.
-        version_id: Which version.
-        location: The version, to be read as a file.
-    """
+    """A version of an object that is no longer the current one: `path` as it is printed, `location` to be read."""
 
     path: str
     version_id: str

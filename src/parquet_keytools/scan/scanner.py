@@ -13,16 +13,20 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import date
+from datetime import UTC, date, datetime
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
 
 from parquet_keytools import audit
+from parquet_keytools.config.document import UnreadableYamlError, configuration_error, did_you_mean, read_yaml
 from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference
+from parquet_keytools.config.loader import mistakes_of
 from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterColumn, FooterMode
 from parquet_keytools.errors import (
@@ -39,8 +43,7 @@ from parquet_keytools.files.table_check import SeenColumn, TableCheck, names_in_
 from parquet_keytools.format.file_layout import MAGIC, with_trailer
 from parquet_keytools.runtime.presentation import install_hint
 from parquet_keytools.runtime.threads_and_forks import end
-from parquet_keytools.scan.names import Kind, kinds_by_name
-from parquet_keytools.scan.values import TypeClass, Value, Verdict, judge
+from parquet_keytools.scan.recognition import Kind, TypeClass, Value, Verdict, judge, kinds_by_name
 from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.walk import AT_A_TIME, LeftOut, ParquetFile, Unseen, data_set
 from parquet_keytools.view.chunk_view import PageCache
@@ -159,13 +162,7 @@ def scan(
     sample: int = DEFAULT_SAMPLE,
     on_file: Callable[[object], None] = lambda _: None,
 ) -> ScanReport:
-    """Scan a file, or the files of folders; see `Keytools.scan`. Without keys, plaintext columns only.
-
-    Raises:
-        FileNotFoundError: The file or folder does not exist.
-        NoParquetFilesError: The folder has no Parquet files.
-        ConfigurationError: The table does not exist; or a package is not installed.
-    """
+    """Scan a file, or the files of folders; see `Keytools.scan`. Without keys, plaintext columns only."""
     try:
         import phonenumbers  # noqa: F401
         import stdnum  # noqa: F401
@@ -269,7 +266,7 @@ class _Scan:
         self._report.files += all(column is not None for column, _ in seen.not_scanned)
         folder = _data_set_of(path)
         for column, verdict, protection, expected in seen.columns:
-            self._note(folder, column, verdict, protection, expected, [path])
+            self._note((folder, column, verdict.kind, protection, expected), verdict, [path], 1)
         for missed_column, error in seen.not_scanned:
             self._miss(path, missed_column, error)
         for name, folder_name in names_in_folders(seen.location.path).items():
@@ -281,21 +278,9 @@ class _Scan:
                 partition.examples.append(path)
 
     def _note(
-        self,
-        folder: str,
-        column: str,
-        verdict: Verdict,
-        protection: str,
-        expected: str | None,
-        paths: list[str],
-        files: int = 1,
+        self, what: tuple[str, str, Kind, str, str | None], verdict: Verdict, paths: list[str], files: int
     ) -> None:
-        key = (folder, column, verdict.kind, protection, expected)
-        finding = self._found.get(key)
-        if finding is None:
-            finding = self._found[key] = Finding(
-                folder, column, verdict.kind, protection, expected, verdict.by, verdict.detail
-            )
+        finding = self._found.setdefault(what, Finding(*what, verdict.by, verdict.detail))
         finding.matching += verdict.matching
         finding.values += verdict.values
         finding.files += files
@@ -314,7 +299,8 @@ class _Scan:
         for (folder, name), partition in self._partitions.items():
             verdict = judge((name,), "text", partition.values)
             if verdict is not None:
-                self._note(folder, name, verdict, FOLDER_NAMES, None, partition.examples, partition.files)
+                what = folder, name, verdict.kind, FOLDER_NAMES, None
+                self._note(what, verdict, partition.examples, partition.files)
 
     def _mask_values_in_paths(self) -> None:
         """Take values out of paths: names of folders such as `email=...` are values of a column."""
@@ -411,7 +397,10 @@ class _Scan:
         average_bytes = 0.0
         dictionaries: list[str] = []
         with contextlib.ExitStack() as stack:
-            view = None if opened is None or not opened.is_encrypted else self._view(stack, opened)
+            view = None
+            if opened is not None and opened.is_encrypted:
+                source = as_verified(opened, stack.enter_context(open_source(opened.location)))
+                view = stack.enter_context(PlainInput(PlainFile(opened, source, "error", self._cache)))
             metadata = _metadata(footer, view)
             for column in footer.columns:
                 type_class = _type_class(metadata.schema.column(column.ordinal))
@@ -470,19 +459,9 @@ class _Scan:
             raise ParquetFormatError(str(error), path=footer.path) from None
         return {mismatch.column: mismatch.wanted for mismatch in found if mismatch.column is not None}
 
-    def _view(self, stack: contextlib.ExitStack, opened: OpenedFile) -> PlainInput:
-        source = stack.enter_context(open_source(opened.location))
-        return stack.enter_context(
-            PlainInput(PlainFile(opened, as_verified(opened, source), "error", self._cache))
-        )
-
 
 def _metadata(footer: Footer, view: PlainInput | None) -> pq.FileMetaData:
-    """Return the metadata of the plain file that pyarrow will read. A footer that was read is not read again.
-
-    Raises:
-        ParquetFormatError: pyarrow cannot read it.
-    """
+    """Return the metadata of the plain file that pyarrow will read. A footer that was read is not read again."""
     try:
         if view is not None:
             return pq.read_metadata(view)
@@ -493,16 +472,14 @@ def _metadata(footer: Footer, view: PlainInput | None) -> pq.FileMetaData:
 
 
 def _seen_columns(footer: Footer, opened: OpenedFile | None) -> tuple[KeyReference | None, list[SeenColumn]]:
-    footer_key, columns = None, []
+    footer_key, keys = None, {}
     if opened is not None and opened.is_encrypted:
         footer_key = seen_key(opened.retriever, footer.key_metadata, None)
-    for column in footer.columns:
-        key = None
-        if column.encryption is ColumnEncryption.COLUMN_KEY and opened is not None:
-            with contextlib.suppress(KeytoolsError):  # Then the column is denied.
-                key = seen_key(opened.retriever, column.key_metadata, column.path)
-        columns.append(SeenColumn(column.path, column.encryption, key))
-    return footer_key, columns
+        for column in footer.columns:
+            if column.encryption is ColumnEncryption.COLUMN_KEY:
+                with contextlib.suppress(KeytoolsError):  # Then the column is denied.
+                    keys[column.ordinal] = seen_key(opened.retriever, column.key_metadata, column.path)
+    return footer_key, [SeenColumn(each.path, each.encryption, keys.get(each.ordinal)) for each in footer.columns]
 
 
 def _denial(column: FooterColumn, opened: OpenedFile | None) -> KeytoolsError | None:
@@ -669,3 +646,71 @@ def _usable(values: Iterable[Any]) -> Iterator[Value]:
                 yield value.decode()
         elif isinstance(value, str | int | float | date) and value == value:
             yield value
+
+
+# --- findings that were looked at and accepted: each for a column and a kind, with a reason, until a date ---
+
+
+def _checked_date(value: Any) -> date:
+    try:
+        return date.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise ValueError("this is no date: write it as '2027-01-31'") from None
+
+
+def _checked_kind(value: Any) -> Kind:
+    if not isinstance(value, str) or value not in set(Kind):
+        raise ValueError(f"there is no such kind. {did_you_mean(str(value), map(str, Kind))}".strip())
+    return Kind(value)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Accepted(_Strict):
+    """A finding that is accepted, up to a day."""
+
+    column: str
+    kind: Annotated[Kind, BeforeValidator(_checked_kind)]
+    reason: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+    expires: Annotated[date, BeforeValidator(_checked_date)]
+
+
+class _File(_Strict):
+    accepted: tuple[Accepted, ...]
+
+
+@dataclass
+class Baseline:
+    """The entries of a baseline, and those that accepted nothing in a scan."""
+
+    entries: Sequence[Accepted] = ()
+    expired: list[Accepted] = field(default_factory=list)
+    unmatched: list[Accepted] = field(default_factory=list)
+
+    def divide(self, findings: Sequence[Finding]) -> tuple[list[Finding], list[tuple[Finding, Accepted]]]:
+        """Return the findings that count, and the accepted ones, each with its entry."""
+        today = datetime.now(UTC).date()
+        keys = {(finding.column, finding.kind) for finding in findings}
+        self.expired = [entry for entry in self.entries if entry.expires < today]
+        self.unmatched = [entry for entry in self.entries if (entry.column, entry.kind) not in keys]
+        valid = {(entry.column, entry.kind): entry for entry in self.entries if entry.expires >= today}
+        accepted = [(f, valid[f.column, f.kind]) for f in findings if (f.column, f.kind) in valid]
+        return [f for f in findings if (f.column, f.kind) not in valid], accepted
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Read a baseline from a YAML or JSON file."""
+    try:
+        document = read_yaml(path.read_bytes())
+    except UnreadableYamlError as error:
+        raise configuration_error([error.mistake], file=str(path), lines={}) from None
+    mistakes = list(document.mistakes)
+    try:
+        entries = _File.model_validate(document.value).accepted
+    except ValidationError as error:
+        mistakes += mistakes_of(error, _File, document.value)
+    if mistakes:
+        raise configuration_error(mistakes, file=str(path), lines=document.lines)
+    return Baseline(entries)

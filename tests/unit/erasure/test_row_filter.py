@@ -5,7 +5,7 @@ from decimal import Decimal
 import pyarrow as pa
 import pytest
 
-from parquet_keytools.erasure.row_filter import FileFilter, parse_filter
+from parquet_keytools.erasure.rewrite import FileFilter, parse_filter
 from parquet_keytools.errors import ConfigurationError
 
 ONE = uuid.UUID(int=1)
