@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-from parquet_keytools.spark.transport import KeyRequest
+from parquet_keytools.spark.kms_worker import KeyRequest
 
 
 def key_request_bytes(request: KeyRequest) -> bytes:

@@ -957,7 +957,7 @@ class Keytools(Summarised):
 
     def _tables_of_iceberg(self, metadata_files: Sequence[FileLocation]) -> TableFiles:
         try:
-            from parquet_keytools.iceberg.tables_in_folder import tables_in_folder
+            from parquet_keytools.iceberg.table_audit import tables_in_folder
         except ModuleNotFoundError as error:
             reason = f"{error.name} is not installed. {install_hint('iceberg')}"
             return TableFiles(refused=dict.fromkeys((file.path for file in metadata_files), reason))

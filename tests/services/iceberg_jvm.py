@@ -19,12 +19,12 @@ from typing import Any
 import pyspark
 from spark_jvm import JAVA_OPTIONS
 
-from parquet_keytools.spark import bridge_jar
+from parquet_keytools.spark import session
 
 MOST_SECONDS = 200
 PROGRAM = Path(__file__).with_name("IcebergProgram.java")
 LIBRARY = Path(__file__).with_name("IcebergLibrary.java")
-INTERFACE = Path(bridge_jar.__file__).parent / "java" / "compile_only" / "KeyManagementClient.java"
+INTERFACE = Path(session.__file__).parent / "java" / "compile_only" / "KeyManagementClient.java"
 SPARK_JARS = Path(pyspark.__file__).parent / "jars"
 # As Spark's own JVMs have them, for their archive of classes fits no others; what a test adds comes after them.
 SPARK_CLASS_PATH = [SPARK_JARS.with_name("conf"), *SPARK_JARS.glob("slf4j-api-*.jar"), SPARK_JARS / "*"]
@@ -91,7 +91,7 @@ def iceberg_jvm(folder: Path, **environment: str) -> Iterator[IcebergJvm]:
     classes = folder / "classes"
     classes.mkdir()
     compile_java(sources, classes, path)
-    class_path = os.pathsep.join(map(str, [*library, *SPARK_CLASS_PATH, classes, bridge_jar.cached_jar()]))
+    class_path = os.pathsep.join(map(str, [*library, *SPARK_CLASS_PATH, classes, session.cached_jar()]))
     options = shlex.split(JAVA_OPTIONS)
     log = folder / "jvm.log"
     with (

@@ -255,8 +255,8 @@ def _table_options(
 ) -> dict[str, str]:
     from parquet_keytools.config.labels import no_field_labels
     from parquet_keytools.files.key_service import KeyService
+    from parquet_keytools.spark.session import refuse_generated_keys
     from parquet_keytools.spark.table_options import table_options
-    from parquet_keytools.spark.transport import refuse_generated_keys
 
     keys = KeyService(configuration, None, time.monotonic)
     try:

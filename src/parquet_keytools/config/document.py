@@ -11,7 +11,7 @@ import enum
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,9 @@ MOST_REPORTED = 20
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake in a configuration.
+    """One mistake in a configuration. Its message never quotes a value, which may be a key or a token.
 
-    Attributes:
-        path: Path in the document.
-        message: The problem. It never quotes a value, which may be a key or a token.
-        hint: What to do; may be empty.
-        line: Line, counted from 1; None to use the line of the path.
+    `line` is counted from 1; None stands for the line of the path.
     """
 
     path: YamlPath
@@ -78,34 +74,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def list_of_names(argument: str, names: Any) -> list[str]:
-    """Return the names that a caller passed for an argument.
-
-    Raises:
-        TypeError: The argument is a single string, not a list, or an item is not a string.
-    """
+    """Return the names that a caller passed for an argument; `TypeError` if it is no list of them."""
     if isinstance(names, (str, bytes, Mapping)) or not isinstance(names, Iterable):
         raise TypeError(f"{argument} takes a list of names, not {names!r}.")
-    listed = list(names)
-    for name in listed:
+    found = list(names)
+    for name in found:
         if not isinstance(name, str):
             raise TypeError(f"{argument} takes names, each a str, not {name!r}.")
-    return listed
+    return found
 
 
 def one_of(names: Iterable[str]) -> str:
     """Return a sentence that lists the known names; empty if there are none."""
     known = sorted(names)
-    listed = ", ".join(map(repr, known[:MOST_REPORTED]))
-    more = f" and {len(known) - MOST_REPORTED} more" if len(known) > MOST_REPORTED else ""
-    return f"Known: {listed}{more}." if known else ""
+    return f"Known: {listed(known)}." if known else ""
 
 
-def line_of(path: YamlPath, lines: Mapping[YamlPath, int]) -> int | None:
-    """Return the line of a path, or of its nearest parent."""
-    for length in range(len(path), -1, -1):
-        if path[:length] in lines:
-            return lines[path[:length]]
-    return None
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, quoted, and how many more there are."""
+    more = f" and {len(names) - MOST_REPORTED} more" if len(names) > MOST_REPORTED else ""
+    return ", ".join(map(repr, names[:MOST_REPORTED])) + more
 
 
 def configuration_error(
@@ -115,22 +103,27 @@ def configuration_error(
 
     Its attributes describe the first mistake; its text lists the others, one per line.
     """
-    located = [(mistake, mistake.line or line_of(mistake.path, lines)) for mistake in dict.fromkeys(mistakes)]
+    located: list[tuple[Mistake, int | None]] = []
+    for mistake in dict.fromkeys(mistakes):
+        # The line of the path, or of its nearest parent.
+        parents = (mistake.path[:length] for length in range(len(mistake.path), -1, -1))
+        line = next((lines[path] for path in parents if path in lines), None)
+        located.append((mistake, mistake.line or line))
     located.sort(key=lambda entry: entry[1] or 0)
-    (first, first_line), *others = located
-    first_path = yaml_path_text(first.path)
-    if not others:
-        return ConfigurationError(first.message, file=file, line=first_line, yaml_path=first_path, hint=first.hint)
-    texts = [first.text, f"There are {len(others)} more mistakes:" if others[1:] else "There is one more:"]
-    for mistake, line in others[: MOST_REPORTED - 1]:
-        # In the same form as the first mistake: file, line, path.
-        error = ConfigurationError(
+    errors = [
+        ConfigurationError(
             mistake.message, file=file, line=line, yaml_path=yaml_path_text(mistake.path), hint=mistake.hint
         )
-        texts.append(f"  {error}")
-    if len(others) >= MOST_REPORTED:
-        texts.append(f"  and {len(others) - MOST_REPORTED + 1} more.")
-    return ConfigurationError("\n".join(texts), file=file, line=first_line, yaml_path=first_path)
+        for mistake, line in located[:MOST_REPORTED]
+    ]
+    first, others = errors[0], len(located) - 1
+    if not others:
+        return first
+    texts = [located[0][0].text, f"There are {others} more mistakes:" if others > 1 else "There is one more:"]
+    texts += [f"  {error}" for error in errors[1:]]
+    if others >= MOST_REPORTED:
+        texts.append(f"  and {others - MOST_REPORTED + 1} more.")
+    return ConfigurationError("\n".join(texts), file=file, line=first.line, yaml_path=first.yaml_path)
 
 
 # --- YAML ---
@@ -175,10 +168,8 @@ class UnreadableYamlError(Exception):
 class YamlDocument:
     """A document as written, before environment variables are expanded.
 
-    Attributes:
-        value: Texts, numbers, booleans and None, in lists and mappings.
-        lines: Path -> line, counted from 1. A value in a mapping has the line of its name.
-        mistakes: Constructs that YAML allows and a configuration does not. `value` leaves them out.
+    A value in a mapping has the line of its name. `mistakes` are constructs that YAML allows and a configuration
+    does not; `value` leaves them out.
     """
 
     value: Any = None
@@ -187,11 +178,7 @@ class YamlDocument:
 
 
 def read_yaml(content: bytes | str) -> YamlDocument:
-    """Read one YAML document.
-
-    Raises:
-        UnreadableYamlError: The content is too large, not UTF-8, not valid YAML, empty, or several documents.
-    """
+    """Read one YAML document, or raise `UnreadableYamlError`."""
     node = _compose(_decode(content))
     if node is None:
         raise UnreadableYamlError("the configuration is empty.", 1, "It starts with `version: 1`.")
@@ -370,19 +357,10 @@ _REFERENCE = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|\$\{")
 _REFERENCES_ONLY = re.compile(r"(?:\$\{[A-Za-z_][A-Za-z0-9_]*\})+")
 
 
-def references_only(text: str) -> bool:
-    """Return whether a text consists of references to environment variables only, and so reveals nothing."""
-    return _REFERENCES_ONLY.fullmatch(text) is not None
-
-
 def expand(value: Any, environment: Mapping[str, str], mistakes: list[Mistake], path: YamlPath = ()) -> Any:
     """Return a document with the values of environment variables in place of references.
 
-    Args:
-        value: A text, mapping or list; any other value is returned unchanged.
-        environment: Name -> value. A variable with an empty value is set.
-        mistakes: Receives the mistakes, such as a variable that is not set or `${` without a name.
-        path: Path of `value` in the document.
+    `mistakes` receives variables that are not set, and `${` without a name.
     """
     if isinstance(value, str):
         if value == WITHHELD:
@@ -457,13 +435,10 @@ WITHHELD = "(secret withheld)"
 class DocumentSource:
     """The document behind a configuration, without secrets, so that it may be pickled.
 
-    Attributes:
-        file: The YAML file as the caller named it, for errors; None without a file.
-        path: Absolute path of the file; None if other processes cannot read the same content, as with pipes.
-        folder: Absolute path of the folder at which relative paths in the document start.
-        lines: Path in the document -> line, counted from 1.
-        document: The document with `${NAME}` as written and `Redacted.SECRET` in place of secrets.
-        exposed_to: The other users who may read the file; empty if there are none.
+    `file` is the YAML file as the caller named it, for errors; `path` its absolute path, or None if other
+    processes cannot read the same content, as with pipes. Relative paths start in `folder`. `document` has
+    `${NAME}` as written and `Redacted.SECRET` in place of secrets. `exposed_to` names other users who may read the
+    file.
     """
 
     file: str | None
@@ -485,7 +460,7 @@ class DocumentSource:
     @property
     def shown(self) -> Any:
         """The document as JSON values, with a text in place of each secret."""
-        return _shown(self.document)
+        return map_values(self.document, lambda value: WITHHELD if value is Redacted.SECRET else value)
 
 
 def exposed_to(found: os.stat_result) -> str:
@@ -498,12 +473,13 @@ def exposed_to(found: os.stat_result) -> str:
     return "" if found.st_uid in (0, own_user_id()) else "its owner, another user,"
 
 
-def _shown(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _shown(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_shown(item) for item in value]
-    return WITHHELD if value is Redacted.SECRET else value
+def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a document, in the types that YAML produces, with the results of a function in place of values."""
+    if isinstance(value, Mapping):
+        return {name: map_values(item, function) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_values(item, function) for item in value]
+    return function(value)
 
 
 def _redacted_paths(value: Any, path: YamlPath) -> Sequence[YamlPath]:
@@ -518,9 +494,9 @@ def _redacted_paths(value: Any, path: YamlPath) -> Sequence[YamlPath]:
 
 def redacted(document: Mapping[str, Any], kms: pydantic.BaseModel | None) -> dict[str, Any]:
     """Return a document without data keys and without the secret fields of the KMS settings."""
-    safe = {name: _without_objects(value) for name, value in document.items()}
+    safe = {name: map_values(value, _without_object) for name, value in document.items()}
     if "data_keys" in document:
-        safe["data_keys"] = _redact(document["data_keys"])
+        safe["data_keys"] = map_values(document["data_keys"], _redact)
     if isinstance(document.get("kms"), dict) and kms is not None:
         safe["kms"] = _redacted_kms(document["kms"], kms)
     return safe
@@ -532,34 +508,21 @@ def _redacted_kms(document: Mapping[str, Any], kms: pydantic.BaseModel) -> dict[
             name: _redacted_kms(value, kms.kmss[name]) if name in kms.kmss else value
             for name, value in document.items()
         }
-    return {
-        name: _redact(value) if _is_secret(kms, name) else _without_objects(value)
-        for name, value in document.items()
-    }
-
-
-def _is_secret(settings: pydantic.BaseModel, name: str) -> bool:
-    """Return whether a field holds a secret. A name that is not a field is an alias and counts as a secret."""
-    return name not in type(settings).model_fields or holds_secret(getattr(settings, name))
+    safe = {}
+    for name, value in document.items():
+        # A name that is not a field is an alias, and counts as a secret.
+        is_secret = name not in type(kms).model_fields or holds_secret(getattr(kms, name))
+        safe[name] = map_values(value, _redact if is_secret else _without_object)
+    return safe
 
 
 def _redact(value: Any) -> Any:
-    """Return a value with everything redacted except names, None, booleans and environment variables."""
-    if value is None or isinstance(value, bool) or (isinstance(value, str) and references_only(value)):
-        return value
-    if isinstance(value, dict):
-        return {name: _redact(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_redact(item) for item in value]
-    return Redacted.SECRET
+    """Redact everything except None, booleans and environment variables."""
+    is_reference = isinstance(value, str) and _REFERENCES_ONLY.fullmatch(value)
+    is_safe = value is None or isinstance(value, bool) or is_reference
+    return value if is_safe else Redacted.SECRET
 
 
-def _without_objects(value: Any) -> Any:
-    """Return a value with everything redacted that YAML cannot express, such as a `SecretStr`."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (dict, list)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        safe = {name: _without_objects(item) for name, item in items}
-        return safe if isinstance(value, dict) else list(safe.values())
-    return Redacted.SECRET
+def _without_object(value: Any) -> Any:
+    """Redact what YAML cannot express, such as a `SecretStr`."""
+    return value if value is None or isinstance(value, (bool, int, float, str)) else Redacted.SECRET

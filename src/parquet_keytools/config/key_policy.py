@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Literal
 
-from parquet_keytools.config.document import MOST_REPORTED, Mistake, YamlPath, did_you_mean, one_of
+from parquet_keytools.config.document import MOST_REPORTED, Mistake, YamlPath, did_you_mean, listed, one_of
 from parquet_keytools.config.labels import FieldLabels, Label, no_field_labels
 from parquet_keytools.config.settings import (
     Configuration,
@@ -44,9 +44,6 @@ def resolve_key(configuration: Configuration, name: str) -> KeyReference:
 
     `data_keys` come before the keys of the KMS, which often cannot be listed. If they can be listed,
     `check_key_names` refuses a name that is in both.
-
-    Raises:
-        ConfigurationError: The name is not declared, and no KMS is configured.
     """
     reference = _lookup(configuration, name)
     if reference is None:
@@ -59,13 +56,7 @@ def keys_of_value(
 ) -> dict[str, MasterKeyReference]:
     """Return template -> master key, for each template of a table whose placeholder has a value.
 
-    Args:
-        configuration: The configuration with the table.
-        table_name: Name of the table.
-        values: Placeholder -> value.
-
-    Raises:
-        ConfigurationError: The pattern of the table refuses a value, or a value would name another key.
+    A value that the pattern refuses, or that would name another key, is a `ConfigurationError`.
     """
     _, table = configuration.select_table(table_name)
     names = {name: path for path, name in table.key_names()}
@@ -120,15 +111,9 @@ def moved_master_key_ids(configuration: Configuration) -> list[tuple[str, str]]:
 
 
 def check_key_names(configuration: Configuration, known_master_key_ids: frozenset[str] | None = None) -> None:
-    """Check that every key that a table or digest uses exists, as far as known.
+    """Check that every key that a table or digest uses exists; report all mistakes.
 
-    Args:
-        configuration: The configuration; all its tables are checked.
-        known_master_key_ids: Identifiers of all master keys in the KMS; None if the KMS does not list them.
-            Then any name may be a master key.
-
-    Raises:
-        ConfigurationError: Names refer to no key or to two keys; the error reports all of them.
+    Without `known_master_key_ids`, the master keys in the KMS, any name may be a master key.
     """
     known = known_master_key_ids
     mistakes: list[Mistake] = []
@@ -152,12 +137,9 @@ def check_key_names(configuration: Configuration, known_master_key_ids: frozense
 
 
 def check_moves(configuration: Configuration, known_master_key_ids: frozenset[str] | None) -> None:
-    """Check that the master keys under `rotation.moves` exist, as far as known.
+    """Check that the master keys under `rotation.moves` exist, if the KMS lists its keys.
 
     Only a rotation checks this: afterwards the old master key may be deleted, and readers no longer need it.
-
-    Raises:
-        ConfigurationError: Names refer to no master key; the error reports all of them.
     """
     known = known_master_key_ids
     if known is None:
@@ -242,16 +224,9 @@ HOW_TO_DECIDE = (
 class ChosenKey:
     """The key of a column.
 
-    A column listed under the footer's master key is still a `column_key`: it has its own DEK, wrapped by the same
-    master key. The footer's DEK encrypts unlisted columns and columns listed under the footer's data key; these
-    columns have no key metadata (spec 5.4).
-
-    Attributes:
-        kind: `plaintext`, `footer_key` (the DEK of the footer), or `column_key` (a separate DEK).
-        key_name: Name of the key in the configuration; None for plaintext.
-        is_listed: Whether `column_keys` or a label covers the column, independent of `kind`.
-        label: The label that gives the column its key, or leaves it in plaintext; None if `column_keys` does, or
-            nothing.
+    The DEK of the footer (`footer_key`) encrypts unlisted columns and columns listed under the footer's data key;
+    these have no key metadata (spec 5.4). A column listed under the footer's master key has its own DEK
+    (`column_key`). `is_listed` says whether `column_keys` or a label covers the column.
     """
 
     kind: Literal["plaintext", "footer_key", "column_key"]
@@ -271,28 +246,17 @@ def resolve_columns(
     field_labels: FieldLabels = no_field_labels,
     is_iceberg: bool = False,
 ) -> dict[ColumnPath, ChosenKey]:
-    """Return the key of every leaf column of a schema, in the order of `leaf_paths`.
+    """Return the key of every leaf column of a schema, in the order of `leaf_paths`; report all mistakes.
 
     A pattern covers a leaf column if it equals the dotted path of the column or of a parent. A pattern that equals
     no path is a glob, and covers a leaf column if it matches one of these paths: `*` matches any text, including
     dots, and `?` matches one character.
 
-    Args:
-        configuration: The configuration with the table.
-        table_name: Name of the table.
-        leaf_paths: Every leaf column of the schema.
-        for_reading: Whether the schema comes from an existing file. Schemas change over time, so a pattern may
-            then cover nothing. A glob also stays a glob if a column has the same name: an attacker may have chosen
-            the name to take the key away from other columns.
-        ignores_case: Whether patterns also cover columns without another key in any case, for readers that ignore
-            case.
-        may_be_undecided: Whether columns that the table does not decide about are plaintext, and no error.
-        field_labels: The labels that come with the data.
-        is_iceberg: Whether the data is an Iceberg table, and no Parquet file.
-
-    Raises:
-        ConfigurationError: A pattern covers no column, a column has two keys or contradicting labels, or the table
-            does not decide about a column; see `undecided_columns`. The error reports all of them.
+    With `for_reading`, the schema comes from an existing file. Schemas change over time, so a pattern may then
+    cover nothing. A glob also stays a glob if a column has the same name: an attacker may have chosen the name to
+    take the key away from other columns. With `ignores_case`, patterns also cover columns without another key in
+    any case, for readers that ignore case. With `may_be_undecided`, columns that the table does not decide about
+    are plaintext, and no error.
     """
     _, table = configuration.select_table(table_name)
     if table.unlisted_columns == "footer_key":
@@ -369,10 +333,20 @@ def resolve_columns(
     if table.labels_from:
         use_labels()
     if not for_reading:
-        if not may_be_undecided:
-            by_label = [leaf for leaf, key in keys.items() if key.label is not None]
-            mistakes += _undecided(table_name, table, leaf_paths, by_label)
-        mistakes += _listed_as_plaintext(table_name, table, dotted_paths, keys)
+        undecided = [] if may_be_undecided else undecided_columns(table, leaf_paths)
+        names = [".".join(leaf) for leaf in undecided if keys[leaf].label is None]
+        if names:
+            path = ("tables", table_name, "unlabelled" if table.labels_from else "unlisted_columns")
+            message = (
+                f"the table does not say how to protect these columns, so nothing is written: {listed(names)}."
+            )
+            mistakes.append(Mistake(path, message, HOW_TO_LABEL if table.labels_from else HOW_TO_DECIDE))
+        for position, pattern in enumerate(table.plaintext_columns):
+            for leaf in dotted_paths.covered_by(pattern):
+                if (key := keys[leaf]).is_listed:
+                    why = f"the label {key.label.text}" if key.label else "a key under column_keys"
+                    message = f"column {'.'.join(leaf)!r} has {why} and is also listed as plaintext."
+                    mistakes.append(Mistake(("tables", table_name, "plaintext_columns", position), message))
     if mistakes:
         raise configuration.error_for(mistakes)
     return keys
@@ -393,14 +367,9 @@ def digest_columns(
 ) -> frozenset[ColumnPath]:
     """Return the leaf columns of a file that are shown as digests, except `shown_columns`.
 
-    With `denied_columns: hash`, these are all columns under `column_keys` or with a key in the file.
-
-    Args:
-        table: The table of the file.
-        leaf_paths: Every leaf column.
-        keyed: The columns that have a key in the file, even if the table names none.
-        by_class: Whether only columns of classes with `denied: hash` are shown as digests; `keyed` are the columns
-            under their keys.
+    With `denied_columns: hash`, these are all columns under `column_keys`, and `keyed`: columns that have a key in
+    the file. With `by_class`, they are the columns of classes with `denied: hash`, and `keyed` those under their
+    keys.
     """
     dotted_paths = _DottedPaths(leaf_paths)
     covered = set(keyed)
@@ -431,33 +400,6 @@ def covers(column_keys: Mapping[str, Sequence[str]], column: str) -> bool:
     """Return whether a pattern of `column_keys` covers a column that a dotted path names."""
     dotted_paths = _DottedPaths([tuple(column.split("."))])
     return any(dotted_paths.covered_by(pattern) for patterns in column_keys.values() for pattern in patterns)
-
-
-def _undecided(
-    table_name: str, table: TableSettings, leaf_paths: Sequence[ColumnPath], by_label: Collection[ColumnPath]
-) -> Iterator[Mistake]:
-    """Yield one mistake that names all undecided columns."""
-    names = [".".join(leaf) for leaf in undecided_columns(table, leaf_paths) if leaf not in by_label]
-    if names:
-        shown = ", ".join(map(repr, names[:MOST_REPORTED]))
-        more = f" and {len(names) - MOST_REPORTED} more" if len(names) > MOST_REPORTED else ""
-        yield Mistake(
-            ("tables", table_name, "unlabelled" if table.labels_from else "unlisted_columns"),
-            f"the table does not say how to protect these columns, so nothing is written: {shown}{more}.",
-            HOW_TO_LABEL if table.labels_from else HOW_TO_DECIDE,
-        )
-
-
-def _listed_as_plaintext(
-    table_name: str, table: TableSettings, dotted_paths: _DottedPaths, keys: Mapping[ColumnPath, ChosenKey]
-) -> Iterator[Mistake]:
-    """Yield a mistake for each column that has a key and is listed as plaintext."""
-    for position, pattern in enumerate(table.plaintext_columns):
-        for leaf in dotted_paths.covered_by(pattern):
-            if (key := keys[leaf]).is_listed:
-                why = f"the label {key.label.text}" if key.label else "a key under column_keys"
-                message = f"column {'.'.join(leaf)!r} has {why} and is also listed as plaintext."
-                yield Mistake(("tables", table_name, "plaintext_columns", position), message)
 
 
 class _DottedPaths:

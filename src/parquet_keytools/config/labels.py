@@ -1,8 +1,6 @@
 """Labels of columns, from where data is modelled: dbt, data contracts, CSV files, and metadata of fields.
 
-A class under `classes` says how columns with its label are protected. Labels that a configuration refers to are
-read when it is loaded. Labels of Arrow and Spark fields come with the data, so anyone who makes the data chooses
-them: they give keys to columns, and never take one away.
+Anyone who makes data chooses the labels of its fields: these give keys to columns, and never take one away.
 """
 
 from __future__ import annotations
@@ -34,14 +32,10 @@ _MOST_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Label:
-    """A label of a column.
+    """A label of a column; `key` is the key of its class, None for plaintext.
 
-    Attributes:
-        column: Dotted path of a leaf column, or of a parent whose children it covers; lists and maps may leave out
-            the names that Parquet adds, such as `list.element`.
-        class_name: Name of the class.
-        key: Name of the class's key; None for plaintext.
-        place: Where it was found: file and line, as far as known.
+    `column` is the dotted path of a leaf column, or of a parent whose children it covers; lists and maps may leave
+    out the names that Parquet adds, such as `list.element`. `place` is where it was found, with the line if known.
     """
 
     column: str
@@ -74,10 +68,8 @@ class Labels:
     """The labels of a table that its configuration refers to.
 
     Attributes:
-        labels: All of them.
         field: The name of the metadata field that holds labels of Arrow and Spark fields; None without `arrow`.
         unlabelled: What columns without a label are; None for an error.
-        classes: Name of a class -> the class.
         iceberg: The source that has the labels of Iceberg tables; None without `iceberg`.
     """
 
@@ -139,12 +131,7 @@ class Labels:
     ) -> dict[ColumnPath, Label]:
         """Return the labels that come with the data and give a column a key.
 
-        Args:
-            leaves: The leaf columns.
-            field_labels: The labels of the fields.
-            path: Place of the table in the configuration.
-            mistakes: Receives labels that are no class, and labels that no column has if it would be plaintext.
-            is_iceberg: Whether the labels come from an Iceberg table.
+        `mistakes` receives labels that are no class, and labels that no column has if it would be plaintext.
         """
         field_name = self.field
         if is_iceberg:
@@ -179,10 +166,7 @@ class Labels:
         return self.unlabelled is not None and self.unlabelled.key is None
 
     def unmatched(self, leaves: Sequence[ColumnPath]) -> Iterator[Label]:
-        """Yield the labels with a key that no column has, if an unlabelled column would be plaintext.
-
-        The column may have another name now.
-        """
+        """Yield the labels with a key that no column has, if an unlabelled column would be plaintext."""
         if not self._leaves_plaintext:
             return
         names = {".".join(path).casefold() for leaf in leaves for path in nearest_first(leaf)}
@@ -236,21 +220,18 @@ def unknown_class(name: str, place: str, classes: Iterable[str]) -> tuple[str, s
 Lines = Mapping[YamlPath, int]
 
 
+@dataclass(frozen=True)
 class _Reading:
-    """Reads the labels of one source."""
+    """Reads the labels of one source; `name` is of the model or schema, and `problems` messages and hints."""
 
-    def __init__(
-        self, source: LabelSource, table_name: str, folder: Path, classes: Mapping[str, ClassSettings]
-    ) -> None:
-        self.source = source
-        self.name = source.name or table_name
-        self.folder = folder
-        self.classes = classes
-        self.labels: list[Label] = []
-        self.problems: list[tuple[str, str]] = []
+    source: LabelSource
+    name: str
+    folder: Path
+    classes: Mapping[str, ClassSettings]
+    labels: list[Label] = dataclasses.field(default_factory=list)
+    problems: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
     def add(self, column: str, class_name: str, place: str) -> None:
-        """Add a label; one that is no class is a problem."""
         found = self.classes.get(class_name)
         if found is None:
             self.problems.append(unknown_class(class_name, f"column {column!r} in {place}", self.classes))
@@ -283,16 +264,13 @@ class _Reading:
         except _NotValidError as error:
             self.problems.append((f"{error}.", ""))
 
-    def _content(self, name: str) -> bytes:
+    def _text(self, name: str) -> str:
         with (self.folder / expanded(name)).open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise _NotValidError(f"the file is larger than {_MOST_BYTES:,} bytes")
-        return content
-
-    def _text(self, name: str) -> str:
         try:
-            return self._content(name).decode("utf-8-sig")
+            return content.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise _NotValidError("the file is not UTF-8 text") from None
 
@@ -317,7 +295,8 @@ class _Reading:
             raise _NotValidError("this is not a manifest that dbt writes") from None
         nodes = [*(manifest.nodes or {}).values(), *(manifest.sources or {}).values()]
         found = [node for node in nodes if node.name == self.name and getattr(node, "columns", None) is not None]
-        found = [node for node in found if _text_of(node.resource_type) in ("model", "source", "seed", "snapshot")]
+        kinds = ("model", "source", "seed", "snapshot")
+        found = [node for node in found if getattr(node.resource_type, "value", node.resource_type) in kinds]
         if len(found) != 1:
             many = "no" if not found else f"{len(found)}"
             hint = did_you_mean(self.name, {node.name for node in nodes}) or "Name it: `name:` beside `dbt:`."
@@ -381,27 +360,19 @@ class _Reading:
         except UnreadableYamlError:
             lines = {}
         at, schema = found[0]
-        self._properties(name, schema.properties or [], (), ("schema", at), lines)
+        self._properties(name, schema.properties, (), ("schema", at), lines)
 
-    def _properties(
-        self,
-        name: str,
-        properties: Sequence[Any],
-        parents: ColumnPath,
-        path: YamlPath,
-        lines: Mapping[YamlPath, int],
-    ) -> None:
-        for position, found in enumerate(properties):
-            here: YamlPath = (*path, "properties", position)
+    def _properties(self, name: str, properties: Any, parents: ColumnPath, path: YamlPath, lines: Lines) -> None:
+        for position, found in enumerate(properties or []):
             column = (*parents, found.physicalName or found.name or "")
-            self._property(name, found, column, here, lines)
+            self._property(name, found, column, (*path, "properties", position), lines)
 
     def _property(self, name: str, found: Any, column: ColumnPath, path: YamlPath, lines: Lines) -> None:
         place = f"{name}:{lines[path]}" if path in lines else name
         if found.classification is not None:
             self.add(".".join(column), found.classification, place)
         self.add_tags(".".join(column), found.tags or [], place)
-        self._properties(name, found.properties or [], column, path, lines)
+        self._properties(name, found.properties, column, path, lines)
         if found.items is not None:
             self._property(name, found.items, column, (*path, "items"), lines)
         if found.map is not None:
@@ -418,10 +389,6 @@ def _tags(tags: Any) -> list[str]:
     return [tags] if isinstance(tags, str) else [str(tag) for tag in tags or []]
 
 
-def _text_of(value: Any) -> str:
-    return str(getattr(value, "value", value))
-
-
 def read_labels(
     sources: Sequence[LabelSource],
     table_name: str,
@@ -429,23 +396,14 @@ def read_labels(
     classes: Mapping[str, ClassSettings],
     is_overridden: Callable[[str], bool],
 ) -> tuple[list[Label], list[Mistake]]:
-    """Read the labels of a table.
+    """Return the labels of a table, and the mistakes in their sources, with paths that begin at the table.
 
-    Args:
-        sources: In the order in which they are consulted.
-        table_name: Name of the table, and of the model or schema unless a source names another one.
-        folder: Where relative paths start.
-        classes: Name of a class -> the class.
-        is_overridden: Whether `column_keys` covers a column, so that labels have no effect.
-
-    Returns:
-        The labels, and the mistakes: files that cannot be read, unknown classes, and labels that contradict each
-        other. Paths of the mistakes begin at the table.
+    `is_overridden` says whether `column_keys` covers a column, so that its labels may contradict each other.
     """
     labels: list[Label] = []
     mistakes: list[Mistake] = []
     for position, source in enumerate(sources):
-        reading = _Reading(source, table_name, folder, classes)
+        reading = _Reading(source, source.name or table_name, folder, classes)
         reading.read()
         labels += reading.labels
         mistakes += [Mistake(("labels_from", position), *problem) for problem in reading.problems]

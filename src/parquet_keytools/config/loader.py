@@ -20,6 +20,7 @@ from parquet_keytools.config.document import (
     MOST_BYTES,
     DocumentSource,
     Mistake,
+    Redacted,
     UnreadableYamlError,
     YamlDocument,
     YamlPath,
@@ -27,9 +28,11 @@ from parquet_keytools.config.document import (
     did_you_mean,
     expand,
     exposed_to,
+    map_values,
     one_of,
     read_yaml,
     redacted,
+    yaml_path_text,
 )
 from parquet_keytools.config.key_policy import check_key_names, covers
 from parquet_keytools.config.labels import Labels, read_labels
@@ -55,7 +58,7 @@ def load_configuration(
         ConfigurationError: The file cannot be read, or has mistakes. The error reports all mistakes in single
             values or, without such mistakes, all contradictions between values.
     """
-    configuration = _load(file, os.environ if environment is None else environment, _standing_for(kms))
+    configuration = _load(file, os.environ if environment is None else environment, kms)
     _warn(configuration)
     return configuration
 
@@ -78,18 +81,39 @@ def parse_configuration(
     Raises:
         ConfigurationError: As in `load_configuration`.
     """
-    configuration = _parse(document, file, os.environ if environment is None else environment, _standing_for(kms))
+    configuration = _parse(document, file, os.environ if environment is None else environment, kms)
     _warn(configuration)
     return configuration
 
 
-def restore_configuration(source: DocumentSource) -> Configuration:
-    """Restore a configuration in a worker process, from a pickle without its secrets.
+def portable_source(configuration: Configuration, sent: str) -> DocumentSource:
+    """Return the document for another process, which must find the secrets itself.
 
-    Raises:
-        ConfigurationError: An environment variable is not set here, or the configuration file with the secrets is
-            missing or has changed.
+    `sent` ends errors: `pickled`, or another word for what is done with the configuration.
     """
+    source = configuration.source
+    if source is None:
+        raise ConfigurationError(
+            f"a configuration that was built in Python cannot be {sent}.",
+            hint="Use load_configuration, or parse_configuration with a mapping.",
+        )
+    if source.document.get("kms") is Redacted.SECRET:
+        raise ConfigurationError(
+            f"a configuration that was made for a KMS client in this process cannot be {sent}.",
+            hint="Describe the KMS under `kms:` in the configuration instead.",
+        )
+    if source.path is None and (redacted := source.redacted_paths):
+        places = ", ".join(map(yaml_path_text, redacted))
+        raise ConfigurationError(
+            f"the configuration contains secrets, which must not be {sent}: {places}.",
+            hint="Put each secret into an environment variable and write ${NAME} in its place, or load the "
+            "configuration from a YAML file that every worker can read.",
+        )
+    return source
+
+
+def restore_configuration(source: DocumentSource) -> Configuration:
+    """Restore a configuration in another process; refuse a file with the secrets that changed meanwhile."""
     if not source.redacted_paths:
         return _build(source.document, source, os.environ)
     assert source.path is not None
@@ -113,13 +137,8 @@ def _warn(configuration: Configuration) -> None:
         warnings.warn(text, ConfigurationWarning, stacklevel=3)
 
 
-def _standing_for(kms: KmsClient | None) -> KmsSettings | None:
-    """Return settings that represent a client from the caller, whose real settings are unknown."""
-    return None if kms is None else KmsSettings(type=kms.backend, instance_id=kms.instance_id)
-
-
 def _load(
-    file: str | os.PathLike[str], environment: Mapping[str, str], kms: KmsSettings | None = None
+    file: str | os.PathLike[str], environment: Mapping[str, str], kms: KmsClient | None = None
 ) -> Configuration:
     try:
         file = expanded(file)
@@ -133,39 +152,38 @@ def _load(
         reason = {FileNotFoundError: "there is no such file.", IsADirectoryError: "this is a folder."}.get(
             type(error), f"the file cannot be read: {error.strerror}."
         )
-        unreadable = ConfigurationError(reason, file=os.fspath(file))
-    else:
-        configuration = _parse(content, file, environment, kms)
-        if configuration._source is not None:
-            configuration._source = replace(configuration._source, exposed_to=exposed_to(found))
-            if not _can_be_read_again(file, found):
-                configuration._source = replace(configuration._source, path=None, folder=Path.cwd())
-        return configuration
-    raise unreadable
+        raise ConfigurationError(reason, file=os.fspath(file)) from None
+    configuration = _parse(content, file, environment, kms)
+    assert configuration._source is not None
+    source = replace(configuration._source, exposed_to=exposed_to(found))
+    path = file.absolute()
+    if not stat.S_ISREG(found.st_mode) or any(path.is_relative_to(place) for place in _OF_ONE_PROCESS):
+        # Other processes cannot read the same content, such as that of `<(command)`.
+        source = replace(source, path=None, folder=Path.cwd())
+    configuration._source = source
+    return configuration
 
 
 _OF_ONE_PROCESS = tuple(map(Path, ("/dev/stdin", "/dev/fd", "/proc")))
-
-
-def _can_be_read_again(file: Path, found: os.stat_result) -> bool:
-    """Return whether other processes can read the same content, unlike the content of `<(command)`."""
-    path = file.absolute()
-    return stat.S_ISREG(found.st_mode) and not any(path.is_relative_to(place) for place in _OF_ONE_PROCESS)
 
 
 def _parse(
     document: str | bytes | Mapping[str, Any],
     file: str | os.PathLike[str] | None,
     environment: Mapping[str, str],
-    kms: KmsSettings | None,
+    kms: KmsClient | None,
 ) -> Configuration:
     name = None if file is None else os.fspath(file)
     path = None if file is None else Path(file).absolute()
-    yaml = YamlDocument(_plain(document)) if isinstance(document, Mapping) else _read(document, name)
+    if isinstance(document, Mapping):
+        yaml = YamlDocument(map_values(document, lambda value: value))
+    else:
+        yaml = _read(document, name)
     source = DocumentSource(name, path, path.parent if path else Path.cwd(), yaml.lines)
     written = yaml.value
     if kms is not None and isinstance(written, dict) and written.get("kms") is None:
-        written = {**written, "kms": kms}
+        # The real settings of a client from the caller are unknown.
+        written = {**written, "kms": KmsSettings(type=kms.backend, instance_id=kms.instance_id)}
     return _build(written, source, environment, yaml.mistakes)
 
 
@@ -174,14 +192,8 @@ def _read(content: str | bytes, name: str | None) -> YamlDocument:
         return read_yaml(content)
     except UnreadableYamlError as error:
         mistake = error.mistake
+    # Raised outside the handler: no error of YAML, whose text may hold a secret, is its context.
     raise configuration_error([mistake], file=name, lines={})
-
-
-def _plain(value: Any) -> Any:
-    """Return a document from Python in the types that YAML produces."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _build(
@@ -291,15 +303,12 @@ def _named_kms_settings(
 
 def _one_kms_settings(document: dict[str, Any], path: YamlPath) -> tuple[KmsSettings, list[Mistake]]:
     broken = KmsSettings(type="unknown")
-    name = document.get("type")
-    if not isinstance(name, str) or not is_known(name):
-        message = (
-            "there is no KMS client with this name."
-            if isinstance(name, str)
-            else "the name of a KMS client is required."
-        )
-        hint = did_you_mean(name, known_names()) if isinstance(name, str) else ""
-        return broken, [Mistake((*path, "type"), message, hint or one_of(known_names()))]
+    name, known = document.get("type"), known_names()
+    if not isinstance(name, str):
+        return broken, [Mistake((*path, "type"), "the name of a KMS client is required.", one_of(known))]
+    if not is_known(name):
+        hint = did_you_mean(name, known) or one_of(known)
+        return broken, [Mistake((*path, "type"), "there is no KMS client with this name.", hint)]
     try:
         settings = client_class(name).Settings
     except ConfigurationError as error:
@@ -314,21 +323,18 @@ def _one_kms_settings(document: dict[str, Any], path: YamlPath) -> tuple[KmsSett
 
 
 _EXPECTED = {
-    "string_type": "a text",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "tuple_type": "a list, such as [a, b]",
-    "list_type": "a list, such as [a, b]",
-    "dict_type": "a mapping, such as `name: value`",
-    "model_type": "a mapping, such as `name: value`",
-    "model_attributes_type": "a mapping, such as `name: value`",
+    "string": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "tuple": "a list, such as [a, b]",
+    "list": "a list, such as [a, b]",
+    "dict": "a mapping, such as `name: value`",
+    "model": "a mapping, such as `name: value`",
 }
+"""The first word of pydantic's error type -> what is expected, if the type ends with one of these."""
+_ENDINGS = ("_type", "_parsing", "_from_float", "_number")
 _OF_OURS = ("identifier", "data_key", "template")
 _SHORTEST_SECRET = 4
 _NOTHING = object()
@@ -337,13 +343,9 @@ _NOTHING = object()
 def mistakes_of(
     error: ValidationError, model: type[BaseModel], document: Any, path: YamlPath = ()
 ) -> Iterator[Mistake]:
-    """Yield the mistakes that a validation found. They contain no value of the document.
+    """Yield the mistakes that a validation found, without any value of the document.
 
-    Args:
-        error: The error that pydantic raised.
-        model: The model that `document` was validated against.
-        document: The document with environment variables expanded.
-        path: Path of `document` in the whole configuration.
+    `document` is at `path` in the configuration, with environment variables expanded.
     """
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and details["input"]:
@@ -382,12 +384,13 @@ def _message(details: ErrorDetails, model: type[BaseModel], place: YamlPath) -> 
     if kind == "missing":
         return "this field is required.", ""
     if kind == "literal_error":
-        close = did_you_mean(given, _quoted(facts["expected"])) if isinstance(given, str) else ""
         expected = facts["expected"]
+        # pydantic's list: `'a', 'b' or 'c'`.
+        close = did_you_mean(given, expected.split("'")[1::2]) if isinstance(given, str) else ""
         but = "" if type(given) in (str, int) and isinstance(given, str) == ("'" in expected) else _but(given)
         return f"this has to be {expected}{but}.", close
-    if kind in _EXPECTED:
-        return f"this has to be {_EXPECTED[kind]}{_but(given, kind)}.", _hint(kind, given)
+    if kind.endswith(_ENDINGS) and (expected := _EXPECTED.get(kind.partition("_")[0])) is not None:
+        return f"this has to be {expected}{_but(given, expected)}.", _hint(kind, given)
     if kind in ("string_too_short", "too_short"):
         return "this must not be empty.", ""
     if kind == "greater_than_equal":
@@ -398,10 +401,10 @@ def _message(details: ErrorDetails, model: type[BaseModel], place: YamlPath) -> 
     return "this value is not valid.", ""
 
 
-def _but(given: Any, kind: str = "") -> str:
+def _but(given: Any, expected: str = "") -> str:
     if isinstance(given, bool):
         return ", but YAML reads it as true or false"
-    if isinstance(given, int | float) and "number" in _EXPECTED.get(kind, ""):
+    if isinstance(given, int | float) and "number" in expected:
         return ""
     kinds = {str: "a text", int: "a number", float: "a number", list: "a list", dict: "a mapping"}
     return f", but it is {kinds.get(type(given), 'empty' if given is None else 'something else')}"
@@ -417,11 +420,6 @@ def _hint(kind: str, given: Any) -> str:
     if kind in ("bool_type", "int_type", "float_type") and isinstance(given, str):
         return "Write it without quotes; environment variables stand for texts only."
     return ""
-
-
-def _quoted(expected: str) -> list[str]:
-    """Return the names in pydantic's list of expected values: `'a', 'b' or 'c'`."""
-    return expected.split("'")[1::2]
 
 
 def _quotes(message: str, given: Any) -> bool:
@@ -443,15 +441,9 @@ def _fields_at(model: type[BaseModel], place: YamlPath) -> list[str]:
         else:
             # The type of the values of a mapping or list.
             annotation = (typing.get_args(annotation) or (None,))[-1]
-        annotation = _model_in(annotation)
+        if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+            variants = typing.get_args(annotation)
+            models = (one for one in variants if isinstance(one, type) and issubclass(one, BaseModel))
+            annotation = next(models, annotation)
     is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return list(annotation.model_fields) if is_model else []
-
-
-def _model_in(annotation: Any) -> Any:
-    """Return the model among the variants of a union; return other annotations as they are."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        for variant in typing.get_args(annotation):
-            if isinstance(variant, type) and issubclass(variant, BaseModel):
-                return variant
-    return annotation

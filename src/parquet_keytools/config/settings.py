@@ -5,12 +5,17 @@ Instances are frozen, so threads may share them.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import re
 import shlex
 import string
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import unquote
@@ -36,13 +41,11 @@ from parquet_keytools import strict_base64
 from parquet_keytools.config.document import (
     DocumentSource,
     Mistake,
-    Redacted,
     YamlPath,
     configuration_error,
     did_you_mean,
     exposed_to,
     one_of,
-    yaml_path_text,
 )
 from parquet_keytools.config.labels import Labels
 from parquet_keytools.encryption.aad import BASE64, prefix_bytes
@@ -101,11 +104,6 @@ def _checked_whole_number(value: Any) -> Any:
     return value
 
 
-def _text_of_prefix(value: Any) -> Any:
-    """Return the text form of a prefix that a mapping holds as bytes."""
-    return BASE64 + strict_base64.encode(value) if isinstance(value, bytes) and value else value
-
-
 def _checked_template(text: str) -> str:
     if text.startswith(BASE64):
         try:
@@ -144,7 +142,13 @@ DataKey = Annotated[
 ]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 AadPrefixTemplate = Annotated[
-    str, BeforeValidator(_text_of_prefix), Field(min_length=1), AfterValidator(_checked_template)
+    str,
+    # A mapping may hold bytes.
+    BeforeValidator(
+        lambda value: BASE64 + strict_base64.encode(value) if value and isinstance(value, bytes) else value
+    ),
+    Field(min_length=1),
+    AfterValidator(_checked_template),
 ]
 Version = Annotated[Literal[1], BeforeValidator(_checked_whole_number)]
 DeniedColumns = Annotated[
@@ -164,43 +168,38 @@ KeyLength = Annotated[Literal[128, 192, 256], BeforeValidator(_checked_whole_num
 class ClassSettings(StrictSettings):
     """How columns with a label are protected: an entry under `classes`."""
 
-    key: KeyName | None = Field(description="Name of the key of these columns; null, or `plaintext`, for none.")
-    denied: Literal["hash"] | None = Field(
-        default=None,
-        description="`hash` shows readers with this configuration digests instead of the values of columns with "
-        "this label, and of all columns under this key.",
-    )
-
-
-def _class_of_text(value: Any) -> Any:
-    return {"key": None} if value == "plaintext" else value
+    key: KeyName | None
+    """Name of the key of these columns; null, or `plaintext`, for none."""
+    denied: Literal["hash"] | None = None
+    """`hash` shows readers with this configuration digests instead of the values of columns with this label, and
+    of all columns under this key."""
 
 
 Class = Annotated[
     ClassSettings,
-    BeforeValidator(_class_of_text, json_schema_input_type=ClassSettings | Literal["plaintext"]),
+    BeforeValidator(
+        lambda value: {"key": None} if value == "plaintext" else value,
+        json_schema_input_type=ClassSettings | Literal["plaintext"],
+    ),
 ]
 
 
 class FieldMetadata(StrictSettings):
     """Where labels are in the metadata of Arrow and Spark fields."""
 
-    field: Text = Field(default="class", description="The name of the metadata entry that holds the label.")
+    field: Text = "class"
+    """The name of the metadata entry that holds the label."""
 
 
 class IcebergLabels(StrictSettings):
     """Where labels are in Iceberg tables, and which keys these may be under."""
 
-    field: Text = Field(
-        default="class",
-        description="The name of the label in docs of fields, as in `[class: pii]`, and in properties of the "
-        "table, as in `class.email = pii`.",
-    )
-    keys: tuple[KeyName, ...] = Field(
-        default=(),
-        description="Names of keys that the table may be under instead of the keys of its columns' classes. Its "
-        "files are encrypted whole: a table with columns of several classes needs one.",
-    )
+    field: Text = "class"
+    """The name of the label in docs of fields, as in `[class: pii]`, and in properties of the table, as in
+    `class.email = pii`."""
+    keys: tuple[KeyName, ...] = ()
+    """Names of keys that the table may be under instead of the keys of its columns' classes. Its files are
+    encrypted whole: a table with columns of several classes needs one."""
 
 
 _KINDS = ("arrow", "iceberg", "dbt", "contract", "csv", "columns")
@@ -209,32 +208,26 @@ _KINDS = ("arrow", "iceberg", "dbt", "contract", "csv", "columns")
 class LabelSource(StrictSettings):
     """One place that labels of columns come from: an entry under `labels_from`. It has one kind."""
 
-    arrow: FieldMetadata | None = Field(
-        default=None,
-        description="The metadata of the fields of Arrow and Spark schemas. Such labels give keys to columns, and "
-        "take none away.",
-    )
-    iceberg: IcebergLabels | None = Field(
-        default=None,
-        description="Docs of fields, and properties, of the Iceberg table with the table's name. Such labels give "
-        "keys to columns, and take none away.",
-    )
-    dbt: Text | None = Field(default=None, description="Path of dbt's manifest.json: meta and tags of columns.")
-    contract: Text | None = Field(
-        default=None,
-        description="Path of a contract of the Open Data Contract Standard: classification and tags.",
-    )
-    csv: Text | None = Field(default=None, description="Path of a CSV file with the header `column,class`.")
-    columns: dict[Text, Text] | None = Field(default=None, description="Dotted path of a column -> label.")
-    name: Text | None = Field(
-        default=None,
-        description="Name of the dbt model, of the contract's schema, or of the Iceberg table; by default, of the "
-        "table.",
-    )
-    field: Text = Field(default="class", description="The name of the entry of dbt's meta that holds the label.")
-    places: dict[Text, Text] = Field(
-        default={}, description="Dotted path of a column under columns -> where the label was found, for errors."
-    )
+    arrow: FieldMetadata | None = None
+    """The metadata of the fields of Arrow and Spark schemas. Such labels give keys to columns, and take none
+    away."""
+    iceberg: IcebergLabels | None = None
+    """Docs of fields, and properties, of the Iceberg table with the table's name. Such labels give keys to
+    columns, and take none away."""
+    dbt: Text | None = None
+    """Path of dbt's manifest.json: meta and tags of columns."""
+    contract: Text | None = None
+    """Path of a contract of the Open Data Contract Standard: classification and tags."""
+    csv: Text | None = None
+    """Path of a CSV file with the header `column,class`."""
+    columns: dict[Text, Text] | None = None
+    """Dotted path of a column -> label."""
+    name: Text | None = None
+    """Name of the dbt model, of the contract's schema, or of the Iceberg table; by default, of the table."""
+    field: Text = "class"
+    """The name of the entry of dbt's meta that holds the label."""
+    places: dict[Text, Text] = Field(default={})
+    """Dotted path of a column under columns -> where the label was found, for errors."""
 
     @property
     def kind(self) -> str:
@@ -272,101 +265,70 @@ class KeyValueSettings(StrictSettings):
         description="`partition`: folders such as `tenant=acme` in the path of each file. `argument`: the caller, "
         "with key_values= or --set. `column`: the column of this name, which has one value in each file.",
     )
-    pattern: Annotated[str, Field(min_length=1), AfterValidator(_checked_pattern)] = Field(
-        description="A regular expression that matches the whole of each allowed value."
-    )
+    pattern: Annotated[str, Field(min_length=1), AfterValidator(_checked_pattern)]
+    """A regular expression that matches the whole of each allowed value."""
 
 
 class TableSettings(StrictSettings):
     """The encryption settings of one table: an entry under `tables`."""
 
-    footer_key: KeyName = Field(description="Name of the master key, or data key, of the footer.")
-    column_keys: dict[KeyName, Annotated[tuple[Text, ...], Field(min_length=1)]] = Field(
-        default={},
-        description="Name of a key -> the columns that it encrypts: dotted paths of leaf columns, parents of "
-        "nested columns, or globs with * and ?.",
-    )
+    footer_key: KeyName
+    """Name of the master key, or data key, of the footer."""
+    column_keys: dict[KeyName, Annotated[tuple[Text, ...], Field(min_length=1)]] = Field(default={})
+    """Name of a key -> the columns that it encrypts: dotted paths of leaf columns, parents of nested columns, or
+    globs with * and ?."""
     key_values: dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")], KeyValueSettings] = Field(
-        default={},
-        description="Placeholder in names of this table's keys, such as `tenant` in `tenant-{tenant}` -> where "
-        "its value comes from. Each value has a master key of its own.",
+        default={}
     )
-    also_trusted: tuple[KeyName, ...] = Field(
-        default=(),
-        description="Names of keys that existing files of this table may use instead of any key of the table, "
-        "such as keys from before a change of the table. New files do not use them.",
-    )
-    hash_key: KeyName | None = Field(
-        default=None,
-        description="Name under hash_keys of the secret for digests of this table's columns, for readers with "
-        "`denied_columns: hash`. Equal values have equal digests in all tables with the same secret.",
-    )
-    shown_columns: tuple[Text, ...] = Field(
-        default=(),
-        description="Columns under column_keys whose values readers with `denied_columns: hash` see instead of "
-        "digests: dotted paths, parents, or globs.",
-    )
-    unlisted_columns: Literal["plaintext", "footer_key", "error"] = Field(
-        default="error",
-        description="How to treat columns that no key lists: refuse to write until each is under column_keys or "
-        "plaintext_columns, leave them in plaintext, or encrypt them with the footer's key.",
-    )
-    plaintext_columns: tuple[Text, ...] = Field(
-        default=(),
-        description="Columns that stay plaintext: dotted paths, parents, or globs.",
-    )
-    labels_from: tuple[LabelSource, ...] = Field(
-        default=(),
-        description="Where labels of columns come from, in the order in which they are consulted; a class under "
-        "classes says what a label means. column_keys overrides labels.",
-    )
-    unlabelled: Text | None = Field(
-        default=None,
-        description="How to treat columns without a label that column_keys does not list: `error`, the default, "
-        "or a class.",
-    )
-    plaintext_footer: StrictBool = Field(
-        default=False,
-        description="Sign the footer instead of encrypting it: tools without keys then read the schema and "
-        "the plaintext columns.",
-    )
-    plaintext_footer_key_values: Literal["drop", "refuse"] = Field(
-        default="drop",
-        description="With plaintext_footer, how to treat key-value metadata that may hold values of encrypted "
-        "columns (pandas, geo, and every key that is not known to describe the schema only): drop it with a "
-        "warning, or refuse the file.",
-    )
-    plaintext_footer_keys: tuple[Text, ...] = Field(
-        default=(), description="Keys of key-value metadata that a plaintext footer shows with their full values."
-    )
-    algorithm: Literal["AES_GCM_V1", "AES_GCM_CTR_V1"] = Field(
-        default="AES_GCM_V1", description="AES_GCM_CTR_V1 does not authenticate page data: changes go undetected."
-    )
+    """Placeholder in names of this table's keys, such as `tenant` in `tenant-{tenant}` -> where its value comes
+    from. Each value has a master key of its own."""
+    also_trusted: tuple[KeyName, ...] = ()
+    """Names of keys that existing files of this table may use instead of any key of the table, such as keys from
+    before a change of the table. New files do not use them."""
+    hash_key: KeyName | None = None
+    """Name under hash_keys of the secret for digests of this table's columns, for readers with `denied_columns:
+    hash`. Equal values have equal digests in all tables with the same secret."""
+    shown_columns: tuple[Text, ...] = ()
+    """Columns under column_keys whose values readers with `denied_columns: hash` see instead of digests: dotted
+    paths, parents, or globs."""
+    unlisted_columns: Literal["plaintext", "footer_key", "error"] = "error"
+    """How to treat columns that no key lists: refuse to write until each is under column_keys or
+    plaintext_columns, leave them in plaintext, or encrypt them with the footer's key."""
+    plaintext_columns: tuple[Text, ...] = ()
+    """Columns that stay plaintext: dotted paths, parents, or globs."""
+    labels_from: tuple[LabelSource, ...] = ()
+    """Where labels of columns come from, in the order in which they are consulted; a class under classes says what
+    a label means. column_keys overrides labels."""
+    unlabelled: Text | None = None
+    """How to treat columns without a label that column_keys does not list: `error`, the default, or a class."""
+    plaintext_footer: StrictBool = False
+    """Sign the footer instead of encrypting it: tools without keys then read the schema and the plaintext
+    columns."""
+    plaintext_footer_key_values: Literal["drop", "refuse"] = "drop"
+    """With plaintext_footer, how to treat key-value metadata that may hold values of encrypted columns (pandas,
+    geo, and every key that is not known to describe the schema only): drop it with a warning, or refuse the
+    file."""
+    plaintext_footer_keys: tuple[Text, ...] = ()
+    """Keys of key-value metadata that a plaintext footer shows with their full values."""
+    algorithm: Literal["AES_GCM_V1", "AES_GCM_CTR_V1"] = "AES_GCM_V1"
+    """AES_GCM_CTR_V1 does not authenticate page data: changes go undetected."""
     # The default matches pyarrow, whose KEKs always have 128 bits. AES-128 is not weak; 256 bits serve users whose
     # rules demand them.
-    data_key_length_bits: KeyLength = Field(default=128, description="Length of the DEKs, in bits.")
-    kek_length_bits: KeyLength | None = Field(
-        default=None, description="Length of the KEKs, in bits; by default, the length of the DEKs."
-    )
-    double_wrapping: StrictBool = Field(
-        default=True,
-        description="Wrap DEKs with KEKs, and only KEKs with master keys, which needs far fewer KMS calls.",
-    )
-    key_material: Literal["internal", "external"] = Field(
-        default="internal",
-        description="Where to store key material: in the Parquet file, or in a JSON file beside it.",
-    )
-    aad_prefix: AadPrefixTemplate | None = Field(
-        default=None,
-        description="AAD prefix, which ties a file to its name: text with the placeholders {file_name} and "
-        "{table_name}, or `base64:` and base64 of bytes. In the file it ends with NUL.",
-    )
-    store_aad_prefix: StrictBool = Field(
-        default=True, description="Store the AAD prefix in the file; otherwise, readers must supply it."
-    )
-    cache_lifetime_seconds: Seconds = Field(
-        default=600, description="How long KEKs for writing are kept, in seconds; 0 keeps none."
-    )
+    data_key_length_bits: KeyLength = 128
+    """Length of the DEKs, in bits."""
+    kek_length_bits: KeyLength | None = None
+    """Length of the KEKs, in bits; by default, the length of the DEKs."""
+    double_wrapping: StrictBool = True
+    """Wrap DEKs with KEKs, and only KEKs with master keys, which needs far fewer KMS calls."""
+    key_material: Literal["internal", "external"] = "internal"
+    """Where to store key material: in the Parquet file, or in a JSON file beside it."""
+    aad_prefix: AadPrefixTemplate | None = None
+    """AAD prefix, which ties a file to its name: text with the placeholders {file_name} and {table_name}, or
+    `base64:` and base64 of bytes. In the file it ends with NUL."""
+    store_aad_prefix: StrictBool = True
+    """Store the AAD prefix in the file; otherwise, readers must supply it."""
+    cache_lifetime_seconds: Seconds = 600
+    """How long KEKs for writing are kept, in seconds; 0 keeps none."""
 
     _labels: Labels = PrivateAttr(default_factory=Labels)
 
@@ -412,10 +374,7 @@ class TableSettings(StrictSettings):
             yield ("also_trusted", position), name
 
     def rendered_aad_prefix(self, *, table_name: str, file_name: str) -> str | None:
-        """Return the AAD prefix of a file in the form of `prefix_bytes`, or None if the table has none.
-
-        Files store the prefix with NUL at its end; `encryption.aad` lists the forms that readers accept.
-        """
+        """Return the AAD prefix of a file in the form of `prefix_bytes`; None if the table has none."""
         if self.aad_prefix is None or self.aad_prefix.startswith(BASE64):
             return self.aad_prefix
         return self.aad_prefix.format(table_name=table_name, file_name=file_name)
@@ -472,85 +431,67 @@ class TableSettings(StrictSettings):
 class KeysWithoutMetadata(StrictSettings):
     """Data keys for files without key metadata."""
 
-    footer: KeyName | None = Field(default=None, description="Name of the data key of the footer.")
-    columns: dict[Text, KeyName] = Field(
-        default={}, description="Dotted path of a column -> name of its data key."
-    )
+    footer: KeyName | None = None
+    """Name of the data key of the footer."""
+    columns: dict[Text, KeyName] = Field(default={})
+    """Dotted path of a column -> name of its data key."""
 
 
 class HashKeySettings(StrictSettings):
     """The secret for digests that replace values, wrapped by a master key."""
 
-    master_key: KeyName = Field(description="Name of the master key that wraps the secret.")
-    wrapped_key: Text = Field(
-        description="The secret of 32 bytes, wrapped by the KMS; `parquet-keytools hash-key` makes it."
-    )
+    master_key: KeyName
+    """Name of the master key that wraps the secret."""
+    wrapped_key: Text
+    """The secret of 32 bytes, wrapped by the KMS; `parquet-keytools hash-key` makes it."""
 
 
 class ReadingSettings(StrictSettings):
     """Settings for reading files."""
 
-    plaintext_files: Literal["reject", "allow"] = Field(
-        default="reject",
-        description="How to treat a plaintext file in place of an encrypted file: an attacker may have "
-        "replaced it.",
-    )
-    ctr_files: Literal["allow", "reject"] = Field(
-        default="allow",
-        description="How to treat files encrypted with AES_GCM_CTR_V1, whose page data is not authenticated.",
-    )
-    reused_encryption_properties: Literal["reject", "allow"] = Field(
-        default="reject",
-        description="How to treat files of one folder that share data keys and file unique: copies, and files "
-        "that pyarrow wrote with the same encryption properties.",
-    )
-    denied_columns: DeniedColumns = Field(
-        default="error",
-        description="How to treat columns whose keys the KMS refuses: raise an error when they are read, leave "
-        "them out, or show nulls. Any other failure is always an error. With hash, refused columns are an error, "
-        "and the other columns under column_keys are shown as keyed digests of their values.",
-    )
-    file_unique_lengths: Literal["exact", "any"] = Field(
-        default="exact",
-        description="Length of the file unique where an AAD prefix is expected: exactly 8 bytes, or any length, "
-        "for files of other writers. With any, a table's prefix must not be the beginning of another prefix.",
-    )
-    max_footer_bytes: Annotated[int, Field(strict=True, gt=0)] = Field(
-        default=64 * 1024 * 1024,
-        description="Length of the longest footer that is read, in bytes. A reader holds a footer in memory, and "
-        "anyone who can write to the storage can write one.",
-    )
-    cache_lifetime_seconds: Seconds = Field(
-        default=600, description="How long unwrapped KEKs are kept for reading, in seconds; 0 keeps none."
-    )
-    keys_without_metadata: KeysWithoutMetadata = Field(
-        default=KeysWithoutMetadata(), description="Data keys for files that carry no key metadata."
-    )
+    plaintext_files: Literal["reject", "allow"] = "reject"
+    """How to treat a plaintext file in place of an encrypted file: an attacker may have replaced it."""
+    ctr_files: Literal["allow", "reject"] = "allow"
+    """How to treat files encrypted with AES_GCM_CTR_V1, whose page data is not authenticated."""
+    reused_encryption_properties: Literal["reject", "allow"] = "reject"
+    """How to treat files of one folder that share data keys and file unique: copies, and files that pyarrow wrote
+    with the same encryption properties."""
+    denied_columns: DeniedColumns = "error"
+    """How to treat columns whose keys the KMS refuses: raise an error when they are read, leave them out, or show
+    nulls. Any other failure is always an error. With hash, refused columns are an error, and the other columns
+    under column_keys are shown as keyed digests of their values."""
+    file_unique_lengths: Literal["exact", "any"] = "exact"
+    """Length of the file unique where an AAD prefix is expected: exactly 8 bytes, or any length, for files of
+    other writers. With any, a table's prefix must not be the beginning of another prefix."""
+    max_footer_bytes: Annotated[int, Field(strict=True, gt=0)] = 64 * 1024 * 1024
+    """Length of the longest footer that is read, in bytes. A reader holds a footer in memory, and anyone who can
+    write to the storage can write one."""
+    cache_lifetime_seconds: Seconds = 600
+    """How long unwrapped KEKs are kept for reading, in seconds; 0 keeps none."""
+    keys_without_metadata: KeysWithoutMetadata = KeysWithoutMetadata()
+    """Data keys for files that carry no key metadata."""
 
 
 class RotationSettings(StrictSettings):
     """Defaults for rotations."""
 
-    moves: dict[KeyName, KeyName] = Field(
-        default={},
-        description="Name of a master key -> master key that replaces it. Keys under other master "
-        "keys are then not re-wrapped.",
-    )
+    moves: dict[KeyName, KeyName] = Field(default={})
+    """Name of a master key -> master key that replaces it. Keys under other master keys are then not
+    re-wrapped."""
 
 
 class NamedMasterKey(StrictSettings):
     """A master key in one of several KMSs: an entry under `master_keys`."""
 
-    kms: Text = Field(description="Name of the KMS under kms.")
-    id: KeyName = Field(description="Identifier of the master key in this KMS.")
-
-
-def _kind_of_master_key(value: Any) -> str:
-    return "text" if isinstance(value, str) else "mapping"
+    kms: Text
+    """Name of the KMS under kms."""
+    id: KeyName
+    """Identifier of the master key in this KMS."""
 
 
 MasterKey = Annotated[
-    Annotated[KeyName, Tag("text")] | Annotated[NamedMasterKey, Tag("mapping")], Discriminator(_kind_of_master_key)
+    Annotated[KeyName, Tag("text")] | Annotated[NamedMasterKey, Tag("mapping")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "mapping"),
 ]
 
 
@@ -561,29 +502,24 @@ class Configuration(StrictSettings):
     secrets from the file again.
     """
 
-    version: Version = Field(description="Version of the configuration format.")
-    kms: SerializeAsAny[KmsSettings] | None = Field(
-        default=None,
-        description="The KMS that holds the master keys; or name -> KMS where there are several, and `default`, "
-        "the name of the KMS of master keys and files that name none.",
-    )
-    master_keys: dict[KeyName, MasterKey] = Field(
-        default={},
-        description="Name of a master key -> its identifier in the KMS, where they differ; with several KMSs, "
-        "`{kms: ..., id: ...}`.",
-    )
-    data_keys: dict[KeyName, DataKey] = Field(
-        default={}, description="Data keys that the caller manages: name -> base64 of 16, 24 or 32 bytes."
-    )
-    hash_keys: dict[KeyName, HashKeySettings] = Field(
-        default={}, description="Name -> secret for digests; tables name it as their hash_key."
-    )
-    classes: dict[Text, Class] = Field(
-        default={}, description="Name of a class of columns, which labels name -> its key, or plaintext."
-    )
-    tables: dict[Text, TableSettings] = Field(default={}, description="Name of a table -> its settings.")
-    reading: ReadingSettings = Field(default=ReadingSettings(), description="Settings for reading files.")
-    rotation: RotationSettings = Field(default=RotationSettings(), description="Defaults for rotations.")
+    version: Version
+    """Version of the configuration format."""
+    kms: SerializeAsAny[KmsSettings] | None = None
+    """The KMS that holds the master keys; or name -> KMS where there are several, and `default`, the name of the
+    KMS of master keys and files that name none."""
+    master_keys: dict[KeyName, MasterKey] = Field(default={})
+    """Name of a master key -> its identifier in the KMS, where they differ; with several KMSs, `{kms: ..., id:
+    ...}`."""
+    data_keys: dict[KeyName, DataKey] = Field(default={})
+    """Data keys that the caller manages: name -> base64 of 16, 24 or 32 bytes."""
+    hash_keys: dict[KeyName, HashKeySettings] = Field(default={})
+    """Name -> secret for digests; tables name it as their hash_key."""
+    classes: dict[Text, Class] = Field(default={})
+    """Name of a class of columns, which labels name -> its key, or plaintext."""
+    tables: dict[Text, TableSettings] = Field(default={})
+    """Name of a table -> its settings."""
+    reading: ReadingSettings = ReadingSettings()
+    rotation: RotationSettings = RotationSettings()
 
     _source: DocumentSource | None = PrivateAttr(default=None)
 
@@ -699,146 +635,123 @@ class Configuration(StrictSettings):
         return self
 
     def _broken_rules(self) -> Iterator[Mistake]:
-        if self.master_keys and self.kms is None:
-            yield Mistake(("master_keys",), "there is no kms that could hold master keys.")
+        yield from self._impossible_keys()
+        for name, table in self.tables.items():
+            for mistake in chain(self._impossible_templates(table), self._impossible_settings(name, table)):
+                yield replace(mistake, path=("tables", name, *mistake.path))
+        if "error" in self.classes:
+            yield Mistake(("classes", "error"), "no class can have this name, which `unlabelled` gives a meaning.")
+        path = ("reading", "denied_columns")
+        for name, found in self.classes.items():
+            if found.denied and found.key is None:
+                message = "columns in plaintext are not denied: a key is missing."
+                yield Mistake(("classes", name, "denied"), message)
+            if found.denied and self.reading.denied_columns in ("hide", "null"):
+                message = f"`denied_columns: {self.reading.denied_columns}` contradicts the class {name!r}."
+                yield Mistake(path, message, "Leave it out, or take `denied` out.")
+        if self.denied_columns == "hash" and not self.tables:
+            message = "only tables say which columns are shown as digests."
+            yield Mistake(path, message, "Describe them under `tables:`.")
+        if self.reading.file_unique_lengths == "any":
+            templates = {name: table.aad_prefix for name, table in self.tables.items() if table.aad_prefix}
+            for name, longer in prefixes_that_begin_another(templates):
+                other = "of another file" if name == longer else f"of the table {longer!r}"
+                yield Mistake(
+                    ("tables", name, "aad_prefix"),
+                    f"it may be the beginning of the prefix {other}, and with `file_unique_lengths: any` one file "
+                    "could pass as the other.",
+                    "End it with `/`, which file names do not contain, or leave file_unique_lengths at `exact`.",
+                )
+
+    def _impossible_keys(self) -> Iterator[Mistake]:
+        """Yield names of keys that are in no KMS, or in two places, or of the wrong kind."""
+        uses: list[tuple[YamlPath, str, str]] = []
+        for table_name, table in self.tables.items():
+            uses += [(("tables", table_name, *path), name, "") for path, name in table.key_names()]
+        for name, hash_key in self.hash_keys.items():
+            use = ("hash_keys", name, "master_key")
+            uses.append((use, hash_key.master_key, "master keys wrap secrets of digests."))
+        moves = self.rotation.moves
+        for old, new in moves.items():
+            uses += [(("rotation", "moves", old), n, "a rotation moves between master keys.") for n in (old, new)]
+        if self.kms is None:
+            places: list[YamlPath] = [("master_keys",)] if self.master_keys else []
+            places += [("hash_keys", name, "master_key") for name in self.hash_keys]
+            places += [("rotation", "moves")] if moves else []
+            yield from (Mistake(place, "there is no kms that could hold master keys.") for place in places)
         else:
-            for name in self.master_keys:
-                if mistake := self._master_key(name)[1]:
-                    yield mistake
+            yield from filter(None, (self._master_key(name)[1] for name in self.master_keys))
         for name in self.data_keys:
             if name in self.master_keys:
                 yield Mistake(("data_keys", name), "a master key under master_keys has this name too.")
-        yield from self._without_kms()
-        yield from self._impossible_templates()
-        path: YamlPath = ("reading", "keys_without_metadata")
-        without_metadata = self.reading.keys_without_metadata
-        uses: list[tuple[YamlPath, str]] = [
-            ((*path, "columns", column), name) for column, name in without_metadata.columns.items()
-        ]
-        if without_metadata.footer is not None:
-            uses.append(((*path, "footer"), without_metadata.footer))
-        for use, name in uses:
-            if name not in self.data_keys:
-                hint = did_you_mean(name, self.data_keys)
-                yield Mistake(use, f"no key under data_keys is named {name!r}.", hint)
-        yield from self._impossible_labels()
-        yield from self._impossible_digests()
-        yield from self._ambiguous_prefixes()
-        yield from self._impossible_moves()
-
-    def _impossible_templates(self) -> Iterator[Mistake]:
-        for table_name, table in self.tables.items():
-            patterns = {name: values.pattern for name, values in table.key_values.items()}
-            names = {name: path for path, name in table.key_names()}
-            identifiers = {name: self._master_key(name)[0] for name in names if name in self.master_keys}
-            for name, message in mistakes_in_templates(names, patterns, identifiers):
-                yield Mistake(("tables", table_name, *names[name]), message)
-            used = {found for name in names for found in placeholders(name)}
-            for name in patterns.keys() - used:
-                message = f"no key of the table has the placeholder {{{name}}} in its name."
-                yield Mistake(("tables", table_name, "key_values", name), message)
-            for name in names:
-                if placeholders(name) and name in self.data_keys:
-                    message = "data keys have no placeholders: templates name master keys."
-                    yield Mistake(("tables", table_name, *names[name]), message)
-            for name in table.labels.keys:
-                if placeholders(name):
-                    message = "keys of classes have no placeholders."
-                    yield Mistake(("tables", table_name, "labels_from"), message, "Use column_keys.")
-
-    def _impossible_labels(self) -> Iterator[Mistake]:
-        if "error" in self.classes:
-            yield Mistake(("classes", "error"), "no class can have this name, which `unlabelled` gives a meaning.")
-        for name, found in self.classes.items():
-            if found.denied and found.key is None:
-                yield Mistake(
-                    ("classes", name, "denied"), "columns in plaintext are not denied: a key is missing."
-                )
-            if found.denied and self.reading.denied_columns in ("hide", "null"):
-                message = f"`denied_columns: {self.reading.denied_columns}` contradicts the class {name!r}."
-                yield Mistake(("reading", "denied_columns"), message, "Leave it out, or take `denied` out.")
-        for name, table in self.tables.items():
-            if table.labels_from and not self.classes:
-                message = "there are no classes, which say what labels mean."
-                yield Mistake(("tables", name, "labels_from"), message, "Describe them under `classes:`.")
-            if table.unlabelled not in (None, "error", *self.classes):
-                message = f"there is no class {table.unlabelled!r}."
-                hint = did_you_mean(str(table.unlabelled), self.classes) or one_of(self.classes)
-                yield Mistake(("tables", name, "unlabelled"), message, hint)
-
-    def _without_kms(self) -> Iterator[Mistake]:
-        """Yield a mistake for each use of a master key whose KMS is not named."""
-        uses: list[tuple[YamlPath, str]] = [
-            (("tables", table_name, *path), name)
-            for table_name, table in self.tables.items()
-            for path, name in table.key_names()
-        ]
-        uses += [(("hash_keys", name, "master_key"), key.master_key) for name, key in self.hash_keys.items()]
-        for path, name in uses:
-            if (
-                name not in self.master_keys
-                and name not in self.data_keys
-                and (found := self._master_key(name)[1])
-            ):
-                yield replace(found, path=path)
-
-    def _impossible_digests(self) -> Iterator[Mistake]:
-        for name, hash_key in self.hash_keys.items():
-            path: YamlPath = ("hash_keys", name, "master_key")
-            if self.kms is None:
-                yield Mistake(path, "there is no kms that could hold master keys.")
-            elif hash_key.master_key in self.data_keys and hash_key.master_key not in self.master_keys:
-                yield Mistake(path, f"{hash_key.master_key!r} is a data key: master keys wrap secrets of digests.")
-        shows_digests = self.denied_columns == "hash"
-        if shows_digests and not self.tables:
-            message = "only tables say which columns are shown as digests."
-            yield Mistake(("reading", "denied_columns"), message, "Describe them under `tables:`.")
-        for name, table in self.tables.items():
-            if table.hash_key is None and shows_digests:
-                message = "with `denied_columns: hash` each table needs a hash_key."
-                hint = one_of(self.hash_keys) or "`parquet-keytools hash-key` makes one."
-                yield Mistake(("tables", name), message, hint)
-            elif table.hash_key is not None and table.hash_key not in self.hash_keys:
-                hint = did_you_mean(table.hash_key, self.hash_keys) or one_of(self.hash_keys)
-                message = f"no secret under hash_keys is named {table.hash_key!r}."
-                yield Mistake(("tables", name, "hash_key"), message, hint)
-
-    def _ambiguous_prefixes(self) -> Iterator[Mistake]:
-        templates = {name: table.aad_prefix for name, table in self.tables.items() if table.aad_prefix is not None}
-        for name, template in templates.items():
-            if not template.startswith(BASE64) and "\0" in template.format(table_name=name, file_name=""):
-                yield Mistake(
-                    ("tables", name), "an AAD prefix must not contain NUL, but the name of the table does."
-                )
-        if self.reading.file_unique_lengths != "any":
-            return
-        for name, longer in prefixes_that_begin_another(templates):
-            other = "of another file" if name == longer else f"of the table {longer!r}"
-            yield Mistake(
-                ("tables", name, "aad_prefix"),
-                f"it may be the beginning of the prefix {other}, and with `file_unique_lengths: any` one file "
-                "could pass as the other.",
-                "End it with `/`, which file names do not contain, or leave file_unique_lengths at `exact`.",
-            )
-
-    def _impossible_moves(self) -> Iterator[Mistake]:
-        moves = self.rotation.moves
-        if moves and self.kms is None:
-            yield Mistake(("rotation", "moves"), "there is no kms that could hold master keys.")
+        for path, name, no_data_key in uses:
+            if name in self.data_keys and name not in self.master_keys:
+                if no_data_key:
+                    yield Mistake(path, f"{name!r} is a data key: {no_data_key}")
+            elif name not in self.master_keys and (mistake := self._master_key(name)[1]):
+                yield replace(mistake, path=path)
         identifiers = {name: self._master_key(name)[0] for move in moves.items() for name in move}
         targets = {identifiers[new] for new in moves.values()}
         for old, new in moves.items():
             path = ("rotation", "moves", old)
-            for name in (old, new):
-                if name in self.data_keys and name not in self.master_keys:
-                    yield Mistake(path, f"{name!r} is a data key: a rotation moves between master keys.")
-                elif name not in self.master_keys and (mistake := self._master_key(name)[1]):
-                    yield replace(mistake, path=path)
             if identifiers[old] == identifiers[new]:
                 yield Mistake(path, "both names are the same master key.")
             elif identifiers[old] in targets:
                 hint = "Do these moves in separate rotations, one after the other."
                 yield Mistake(path, f"the master key {old!r} is to be moved and is the target of a move.", hint)
+        path = ("reading", "keys_without_metadata")
+        without_metadata = self.reading.keys_without_metadata
+        data_keys: dict[YamlPath, str] = {
+            (*path, "columns", column): name for column, name in without_metadata.columns.items()
+        }
+        if without_metadata.footer is not None:
+            data_keys[*path, "footer"] = without_metadata.footer
+        for path, name in data_keys.items():
+            if name not in self.data_keys:
+                hint = did_you_mean(name, self.data_keys)
+                yield Mistake(path, f"no key under data_keys is named {name!r}.", hint)
+
+    def _impossible_templates(self, table: TableSettings) -> Iterator[Mistake]:
+        """Yield names of keys with impossible placeholders; paths begin at the table."""
+        patterns = table.key_values.keys()
+        paths = {name: path for path, name in table.key_names()}
+        for name, path in paths.items():
+            found = placeholders(name)
+            identifier = self._master_key(name)[0] if name in self.master_keys else name
+            if len(found) > 1:
+                # Two values could otherwise give the key of two other values.
+                yield Mistake(path, "the name of a key has at most one placeholder.")
+            elif found and found[0] not in patterns:
+                message = f"key_values does not say where the values of {{{found[0]}}} come from."
+                yield Mistake(path, message)
+            elif found and placeholders(identifier) != found:
+                message = f"its identifier under master_keys needs the placeholder {{{found[0]}}}, once."
+                yield Mistake(path, message)
+            if found and name in self.data_keys:
+                yield Mistake(path, "data keys have no placeholders: templates name master keys.")
+        for unused in patterns - set(chain.from_iterable(map(placeholders, paths))):
+            message = f"no key of the table has the placeholder {{{unused}}} in its name."
+            yield Mistake(("key_values", unused), message)
+        if any(map(placeholders, table.labels.keys)):
+            yield Mistake(("labels_from",), "keys of classes have no placeholders.", "Use column_keys.")
+
+    def _impossible_settings(self, name: str, table: TableSettings) -> Iterator[Mistake]:
+        """Yield settings of a table that contradict other parts; paths begin at the table."""
+        if table.labels_from and not self.classes:
+            message = "there are no classes, which say what labels mean."
+            yield Mistake(("labels_from",), message, "Describe them under `classes:`.")
+        if table.unlabelled not in (None, "error", *self.classes):
+            hint = did_you_mean(str(table.unlabelled), self.classes) or one_of(self.classes)
+            yield Mistake(("unlabelled",), f"there is no class {table.unlabelled!r}.", hint)
+        if table.hash_key is None and self.denied_columns == "hash":
+            hint = one_of(self.hash_keys) or "`parquet-keytools hash-key` makes one."
+            yield Mistake((), "with `denied_columns: hash` each table needs a hash_key.", hint)
+        elif table.hash_key is not None and table.hash_key not in self.hash_keys:
+            hint = did_you_mean(table.hash_key, self.hash_keys) or one_of(self.hash_keys)
+            yield Mistake(("hash_key",), f"no secret under hash_keys is named {table.hash_key!r}.", hint)
+        prefix = table.aad_prefix or BASE64
+        if not prefix.startswith(BASE64) and "\0" in prefix.format(table_name=name, file_name=""):
+            yield Mistake((), "an AAD prefix must not contain NUL, but the name of the table does.")
 
     def _doubts(self) -> Iterator[Mistake]:
         if self._source is not None and self._source.exposed_to and (secrets := self._source.redacted_paths):
@@ -881,27 +794,9 @@ class Configuration(StrictSettings):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Imported here, since loader.py imports this module.
-        from parquet_keytools.config.loader import restore_configuration
+        from parquet_keytools.config.loader import portable_source, restore_configuration
 
-        if self._source is None:
-            raise ConfigurationError(
-                "a configuration that was built in Python cannot be pickled.",
-                hint="Use load_configuration, or parse_configuration with a mapping.",
-            )
-        if self._source.document.get("kms") is Redacted.SECRET:
-            raise ConfigurationError(
-                "a configuration that was made for a KMS client in this process cannot be pickled.",
-                hint="Describe the KMS under `kms:` in the configuration instead.",
-            )
-        redacted = self._source.redacted_paths
-        if redacted and self._source.path is None:
-            places = ", ".join(map(yaml_path_text, redacted))
-            raise ConfigurationError(
-                f"the configuration contains secrets, which must not be pickled: {places}.",
-                hint="Put each secret into an environment variable and write ${NAME} in its place, or load the "
-                "configuration from a YAML file that every worker can read.",
-            )
-        return restore_configuration, (self._source,)
+        return restore_configuration, (portable_source(self, "pickled"),)
 
 
 # --- keys by template ---
@@ -948,14 +843,10 @@ def value_in(template: str, master_key_id: str) -> str | None:
 
 
 def values_in_folders(path: str, placeholder: str) -> set[str]:
-    """Return the values that the folders of a path give to a placeholder, such as `tenant=acme`.
+    """Return the values that the folders of a path, or URL, give to a placeholder, such as `tenant=acme`.
 
     Readers differ in the case of names and in what they decode, so every reading counts: one that differs makes
-    the value ambiguous.
-
-    Args:
-        path: Path of a file, without following links; or a URL, possibly with a query.
-        placeholder: Name of the placeholder.
+    the value ambiguous. The path is used without following links.
     """
     text = path.partition("?")[0] if is_url(path) else path
     found: set[str] = set()
@@ -978,44 +869,17 @@ def one_value(values: Iterable[str], pattern: str) -> str | None:
     return value if value is not None and is_value(pattern, value) else None
 
 
-def mistakes_in_templates(
-    names: Iterable[str], patterns: Mapping[str, str], identifiers: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
-    """Yield a template and what is wrong with it, for the names of keys of a table.
-
-    Args:
-        names: Names of keys, templates or not.
-        patterns: Placeholder -> pattern of its values.
-        identifiers: Template -> identifier under `master_keys`, if it has one.
-    """
-    for name in dict.fromkeys(names):
-        found = placeholders(name)
-        if len(found) > 1:
-            # Two values could otherwise give the key of two other values.
-            yield name, "the name of a key has at most one placeholder."
-        elif found and found[0] not in patterns:
-            yield name, f"key_values does not say where the values of {{{found[0]}}} come from."
-        elif found and placeholders(identifiers.get(name, name)) != found:
-            yield name, f"its identifier under master_keys needs the placeholder {{{found[0]}}}, once."
-
-
 # --- AAD prefixes that begin another ---
 
 
 _NAME = None
-"""Represents a file name: one or more characters other than `/` and NUL."""
-
-_Template = tuple[str | None, ...]
+"""A file name in a template: one or more characters other than `/` and NUL."""
 
 
 def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield pairs of tables in which an AAD prefix of the first can begin a longer prefix of the second.
 
-    Prefixes of the same table are compared, too: `part-1` begins `part-10`. Such prefixes are ambiguous if the
-    file unique has no fixed length.
-
-    Args:
-        templates: Name of a table -> template of its AAD prefix.
+    If the file unique has no fixed length, these are ambiguous; so are `part-1` and `part-10` of one table.
     """
     parsed = {name: _parsed(template, name) for name, template in templates.items()}
     for one, first in parsed.items():
@@ -1024,7 +888,7 @@ def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[
                 yield one, other
 
 
-def _parsed(template: str, table_name: str) -> _Template:
+def _parsed(template: str, table_name: str) -> tuple[str | None, ...]:
     """Return a template as a sequence of bytes, each as a character, and `_NAME`."""
     if template.startswith(BASE64):
         return tuple(prefix_bytes(template).decode("latin-1"))
@@ -1038,40 +902,28 @@ def _parsed(template: str, table_name: str) -> _Template:
     return tuple(parts)
 
 
-def _can_begin(one: _Template, other: _Template) -> bool:
+def _can_begin(one: tuple[str | None, ...], other: tuple[str | None, ...]) -> bool:
     """Return whether a rendering of `one` can be the beginning of a longer rendering of `other`.
 
-    Both templates are read in parallel, character by character. A place is the number of parts read, and whether
-    the last part is a name that may continue. If a template contains the name twice, each occurrence is treated as
+    Both are read in parallel, character by character. If a template has the name twice, each occurrence counts as
     independent, which errs on the safe side.
     """
-    seen = {((0, False), (0, False))}
-    waiting = list(seen)
+    waiting = [(0, 0)]
+    seen: set[tuple[int, int]] = set()
     while waiting:
-        first, second = waiting.pop()
-        if first[0] == len(one) and (second[0] < len(other) or second[1]):
+        place = first, second = waiting.pop()
+        if first == len(one) and second < len(other):
             return True
-        for part, next_first in _steps(one, first):
-            for other_part, next_second in _steps(other, second):
-                places = (next_first, next_second)
-                if _share_a_character(part, other_part) and places not in seen:
-                    seen.add(places)
-                    waiting.append(places)
+        if place in seen or first == len(one) or second == len(other):
+            continue
+        seen.add(place)
+        characters = one[first], other[second]
+        if characters[0] == characters[1] or (_NAME in characters and not {"/", "\0"} & set(characters)):
+            # A name may continue.
+            next_first = (first, first + 1) if characters[0] is _NAME else (first + 1,)
+            next_second = (second, second + 1) if characters[1] is _NAME else (second + 1,)
+            waiting += itertools.product(next_first, next_second)
     return False
-
-
-def _steps(template: _Template, place: tuple[int, bool]) -> Iterator[tuple[str | None, tuple[int, bool]]]:
-    behind, may_go_on = place
-    if may_go_on:
-        yield _NAME, place
-    if behind < len(template):
-        yield template[behind], (behind + 1, template[behind] is _NAME)
-
-
-def _share_a_character(one: str | None, other: str | None) -> bool:
-    if one is _NAME or other is _NAME:
-        return not {one, other} & {"/", "\0"}
-    return one == other
 
 
 # --- the JSON Schema ---
@@ -1088,20 +940,39 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 def configuration_json_schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a whole configuration.
 
-    The schema has the fields of every installed KMS client by its `type`. Any other type may be a plug-in on
-    another machine, whose fields are not checked. Rules across several fields are not checked.
+    It has the fields of installed KMS clients by `type`, and accepts any other type. Rules across several fields
+    are not checked.
     """
     settings = _installed_settings()
     references, shared = models_json_schema(
         [(Configuration, "validation"), *((model, "validation") for model in settings.values())]
     )
     definitions: dict[str, Any] = shared["$defs"]
+    for class_name, descriptions in _descriptions():
+        properties = definitions[class_name]["properties"]
+        for name, description in descriptions.items():
+            properties[name] = dict(sorted({**properties[name], "description": description}.items()))
     schema = definitions.pop("Configuration")
     definitions["Kms"] = _kms_schema({name: references[model, "validation"] for name, model in settings.items()})
     schema["properties"]["kms"] = _kmss_schema(description=schema["properties"]["kms"]["description"])
     for name in ("KmsSettings", "NamedKmsSettings"):
         definitions.pop(name, None)
     return {"$schema": DIALECT, **schema, **_ABOUT, "$defs": definitions}
+
+
+def _descriptions() -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the name of each class of settings, and the docstrings under its fields.
+
+    `use_attribute_docstrings` of pydantic would read them at each import.
+    """
+    for node in ast.parse(inspect.getsource(sys.modules[__name__])).body:
+        if isinstance(node, ast.ClassDef) and issubclass(globals()[node.name], StrictSettings):
+            found: dict[str, str] = {}
+            for field, doc in itertools.pairwise(node.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+                    assert isinstance(field.target, ast.Name) and isinstance(doc.value, ast.Constant)
+                    found[field.target.id] = " ".join(str(doc.value.value).split())
+            yield node.name, found
 
 
 def _installed_settings() -> dict[str, type[KmsSettings]]:

@@ -38,16 +38,8 @@ _pack_ordinal = struct.Struct("<I").pack
 class Ags1Writer:
     """Encrypts a stream as it is written, with one block in memory.
 
-    A writer that is left by an exception does not finish the stream: what was written is not a valid stream of any
-    length.
-
-    Args:
-        file: An open file with `write` and `close`, at its beginning.
-        key_metadata: The key and the AAD prefix.
-        finished: Called with the length of the file when the stream is complete.
-
-    Attributes:
-        encrypted_length: Bytes that the file has so far.
+    A stream that an exception ends is not valid at any length. `finished` is called with the length of a complete
+    file.
     """
 
     def __init__(
@@ -126,16 +118,8 @@ class Ags1Writer:
 class Ags1Reader(RangedFile):
     """Decrypts ranges of a stream: it reads and authenticates the blocks that a range touches, and no others.
 
-    Any number of threads may call `read_at`. One block stays in memory. Closing the reader closes the file.
-
-    Args:
-        file: An open file with `seek`, `tell`, `read` and `close`: of Python, pyarrow, fsspec or PyIceberg.
-        key_metadata: The key, the AAD prefix and the length of the file.
-        path: The name of the file in errors.
-
-    Raises:
-        DecryptionError: The length differs from the key metadata, or the file is not a whole stream.
-        NotEncryptedError: The file is plaintext.
+    Any number of threads may call `read_at`. One block stays in memory. Closing the reader closes the file, which
+    may be a file of Python, pyarrow, fsspec or PyIceberg. `path` is its name in errors.
     """
 
     def __init__(self, file: Any, key_metadata: StandardKeyMetadata, *, path: str) -> None:
@@ -148,7 +132,14 @@ class Ags1Reader(RangedFile):
         self._kept = (-1, b"")
         file.seek(0, os.SEEK_END)
         length = file.tell()
-        self._check_header(length)
+        header = self._read_file(0, min(length, HEADER_LENGTH))
+        if (kind := _PLAINTEXT_MAGICS.get(header[:4])) is not None:
+            raise NotEncryptedError(
+                f"{path}: it is a plaintext {kind} file, but has the key metadata of an encrypted one.",
+                hint="Do not trust this file: someone replaced it.",
+            )
+        if header != _HEADER:
+            raise self._error("it does not begin like an AGS1 stream with blocks of 1 MiB")
         if key_metadata.file_length is not None and length != key_metadata.file_length:
             raise self._error(
                 f"the file has {length} bytes, and its key metadata says {key_metadata.file_length}: blocks were "
@@ -169,22 +160,8 @@ class Ags1Reader(RangedFile):
                 )
             self._blocks(self._last, self._last)
 
-    def _check_header(self, length: int) -> None:
-        header = self._read_file(0, min(length, HEADER_LENGTH))
-        if (kind := _PLAINTEXT_MAGICS.get(header[:4])) is not None:
-            raise NotEncryptedError(
-                f"{self.path}: it is a plaintext {kind} file, but has the key metadata of an encrypted one.",
-                hint="Do not trust this file: someone replaced it.",
-            )
-        if header != _HEADER:
-            raise self._error("it does not begin like an AGS1 stream with blocks of 1 MiB")
-
     def read_at(self, offset: int, length: int) -> bytes:
-        """Return `length` plaintext bytes from `offset`; fewer where the stream ends before.
-
-        Raises:
-            DecryptionError: A block of the range is not authentic; none of its bytes are returned.
-        """
+        """Return `length` plaintext bytes from `offset`, all authentic; fewer where the stream ends before."""
         end = min(offset + length, self.size_bytes)
         if offset < 0 or length < 0:
             raise ValueError("offset or length is negative")

@@ -13,8 +13,8 @@ delete elsewhere, call other code, and reuse numbers of columns, rows and snapsh
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import unquote
 
@@ -65,10 +65,7 @@ _LARGEST_LONG = 2**62
 
 
 def is_of_catalogs(name: str) -> bool:
-    """Return whether a property is valid in catalogs only, since it says how files are opened, or by whom.
-
-    PyIceberg prefers properties of a table to properties of its catalog.
-    """
+    """Return whether a property is valid in catalogs only: it says how files are opened, or by whom."""
     return name in _CLASSES or name.startswith(("keytools.", *_STORAGE_PREFIXES))
 
 
@@ -110,11 +107,8 @@ def store_of(location: str) -> str:
 def check_place(location: str, metadata_location: str, mapping: str) -> None:
     """Refuse to read a location in another kind of store than the metadata file that names it.
 
-    Otherwise a changed metadata file would let us send requests anywhere. A location that
-    `keytools.location-mapping` names is accepted.
-
-    Raises:
-        ParquetFormatError: The location is in another kind of store.
+    Otherwise a changed metadata file would let us send requests anywhere. A location that `keytools.location-
+    mapping` names is accepted.
     """
     if _mapped_beginning(location, mapping)[0]:
         return
@@ -129,12 +123,7 @@ def check_place(location: str, metadata_location: str, mapping: str) -> None:
 
 
 class TablePlaces:
-    """Where commits to a table may write: the folder of its metadata file, and places that the catalog lists.
-
-    Args:
-        metadata_location: The metadata file, as the catalog names it.
-        properties: Properties of the catalog.
-    """
+    """Where commits to a table may write: the folder of its metadata file, and places that the catalog lists."""
 
     def __init__(self, metadata_location: str, properties: Mapping[str, str]) -> None:
         self._mapping = properties.get(MAPPING_PROPERTY, "")
@@ -211,59 +200,35 @@ def _place(location: str, mapping: str) -> tuple[str, ...] | None:
 # --- numbers ---
 
 
-@dataclass(frozen=True)
-class Counters:
-    """The highest numbers that a table has given out, as its metadata file or its files say.
-
-    Attributes:
-        column_id: Field id of a column.
-        partition_id: Field id of a partition field.
-        spec_id: Number of a partition spec.
-        sequence_number: Sequence number of a snapshot.
-        next_row_id: The first row id that no row has.
-    """
-
-    column_id: int = 0
-    partition_id: int = 0
-    spec_id: int = 0
-    sequence_number: int = 0
-    next_row_id: int = 0
-
-    def __or__(self, other: Counters) -> Counters:
-        return Counters(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
-
-
+COLUMN_ID, PARTITION_ID, SPEC_ID = "last-column-id", "last-partition-id", "highest spec-id"
+SEQUENCE_NUMBER, NEXT_ROW_ID = "last-sequence-number", "next-row-id"
 _CONSEQUENCES = {
-    "column_id": ("last-column-id", "a new column would show values of a deleted one"),
-    "partition_id": ("last-partition-id", "filters would take values of one partition field for another's"),
-    "spec_id": ("highest spec-id", "filters would read partitions by another partition spec"),
-    "sequence_number": ("last-sequence-number", "deletes would apply to rows that were written after them"),
-    "next_row_id": ("next-row-id", "two rows would have one id"),
+    COLUMN_ID: "a new column would show values of a deleted one",
+    PARTITION_ID: "filters would take values of one partition field for another's",
+    SPEC_ID: "filters would read partitions by another partition spec",
+    SEQUENCE_NUMBER: "deletes would apply to rows that were written after them",
+    NEXT_ROW_ID: "two rows would have one id",
 }
+"""Counters of a metadata file -> what happens if a table gives a number again."""
 
 
-def counter_problems(document: Mapping[str, Any], of_files: Counters | None = None) -> Iterator[str]:
+def counter_problems(document: Mapping[str, Any], of_files: Counter[str] | None = None) -> Iterator[str]:
     """Yield the counters of a metadata file below what the file itself, or authentic files of the table, have."""
     specs = _objects(document.get("partition-specs"))
-    stated = Counters(
-        _number(document.get("last-column-id")),
-        _number(document.get("last-partition-id"), 999),
-        max((_number(spec.get("spec-id")) for spec in specs), default=0),
-        _number(document.get("last-sequence-number")),
-        _number(document.get("next-row-id")),
-    )
-    found = of_files or Counters()
+    found = Counter[str](of_files)
     for schema in _objects(document.get("schemas")):
-        found |= Counters(column_id=highest_column_id(schema))
+        found |= Counter({COLUMN_ID: highest_column_id(schema)})
     for spec in specs:
-        found |= Counters(partition_id=highest_partition_id(spec.get("fields")))
+        found |= Counter({PARTITION_ID: highest_partition_id(spec.get("fields"))})
     for snapshot in _objects(document.get("snapshots")):
         rows = _number(snapshot.get("first-row-id")) + _number(snapshot.get("added-rows"))
-        found |= Counters(sequence_number=_number(snapshot.get("sequence-number")), next_row_id=rows)
-    for name, (counter, consequence) in _CONSEQUENCES.items():
-        value, highest = getattr(stated, name), getattr(found, name)
-        if value < highest:
-            yield f"its {counter} is {value}, and the table has given {highest}: {consequence}"
+        found |= Counter({SEQUENCE_NUMBER: _number(snapshot.get("sequence-number")), NEXT_ROW_ID: rows})
+    for counter, consequence in _CONSEQUENCES.items():
+        value = _number(document.get(counter), 999 if counter == PARTITION_ID else 0)
+        if counter == SPEC_ID:
+            value = max((_number(spec.get("spec-id")) for spec in specs), default=0)
+        if value < found[counter]:
+            yield f"its {counter} is {value}, and the table has given {found[counter]}: {consequence}"
         elif not 0 <= value < _LARGEST.get(counter, _LARGEST_LONG):
             yield f"its {counter} is {value}, which no table reaches: what is written after it could not be read"
 

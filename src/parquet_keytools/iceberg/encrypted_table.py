@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -29,6 +32,9 @@ from pyiceberg.table.update import (
 )
 from pyiceberg.typedef import EMPTY_DICT, Identifier, Properties
 
+from parquet_keytools.config.key_policy import ColumnPath, MasterKeyReference, resolve_columns, resolve_key
+from parquet_keytools.config.labels import nearest_first
+from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.module_cipher import KEY_LENGTHS_BITS
 from parquet_keytools.errors import (
     ConfigurationError,
@@ -36,18 +42,25 @@ from parquet_keytools.errors import (
     NotEncryptedError,
     OutputError,
 )
+from parquet_keytools.files.field_labels import labels_of_schema
 from parquet_keytools.iceberg.claims import (
     PATH_PROPERTIES,
     PLACES_PROPERTY,
-    Counters,
     TablePlaces,
     counter_problems,
     is_of_catalogs,
     refuse,
 )
 from parquet_keytools.iceberg.file_io import CONFIG_PROPERTY, EncryptedFileIO, KnownTable
-from parquet_keytools.iceberg.key_chain import KeyChain, NewKeys, key_length_bits, master_key_of
-from parquet_keytools.iceberg.key_rotation import KeyChanges, removal, rotation
+from parquet_keytools.iceberg.key_chain import (
+    KeyChain,
+    KeyChanges,
+    NewKeys,
+    key_length_bits,
+    master_key_of,
+    removal,
+    rotation,
+)
 from parquet_keytools.iceberg.manifests import counters_of_list, counters_of_manifest, manifests_in
 from parquet_keytools.iceberg.metadata import (
     KEY_ID_PROPERTY,
@@ -57,9 +70,9 @@ from parquet_keytools.iceberg.metadata import (
 )
 from parquet_keytools.iceberg.pyiceberg_classes import CommittingTable, ProducingTransaction, committing
 from parquet_keytools.iceberg.table_audit import table_of_catalog
-from parquet_keytools.iceberg.table_labels import refuse_other_key
 from parquet_keytools.iceberg.written_files import StoredFileIO, WritingFileIO, dumped
 from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.tables.properties import arrow_leaf_paths
 
 HIDDEN_PARTITIONS = {
     TableProperties.OBJECT_STORE_ENABLED: "true",
@@ -197,15 +210,15 @@ class EncryptedTable(CommittingTable):
     def _places(self) -> TablePlaces:
         return TablePlaces(self.metadata_location, self.catalog.properties)
 
-    def _refuse_false_claims(self, of_files: Counters | None = None) -> None:
+    def _refuse_false_claims(self, of_files: Counter[str] | None = None) -> None:
         """Refuse to commit if the metadata file was changed to do harm (`ParquetFormatError`)."""
         document = dumped(self.metadata)
         refuse(self._places.problems(document), self.metadata_location)
         refuse(counter_problems(document, of_files), self.metadata_location)
 
-    def _counters_of_files(self) -> Counters:
+    def _counters_of_files(self) -> Counter[str]:
         """Return the highest numbers in all authentic manifests of the table."""
-        found = Counters()
+        found = Counter[str]()
         seen: set[str] = set()
         for snapshot in self.known().encryption.snapshots:
             if snapshot.key_id is None:
@@ -247,11 +260,7 @@ class EncryptedTable(CommittingTable):
     def _commit(
         self, changes: KeyChanges, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]
     ) -> None:
-        """Commit updates, and what they change about the keys.
-
-        `CommitFailedException` if another commit came first, `OutputError` if the metadata file could not be
-        written, `KeyMaterialError` if the catalog took the commit and lost its keys.
-        """
+        """Commit updates, and what they change about the keys."""
         # Numbers of new columns and partition fields follow the counters in the metadata file.
         gives_numbers = any(isinstance(update, AddSchemaUpdate | AddPartitionSpecUpdate) for update in updates)
         self._refuse_false_claims(self._counters_of_files() if gives_numbers else None)
@@ -273,10 +282,8 @@ class EncryptedTable(CommittingTable):
 
 
 def _as_written(metadata: TableMetadata) -> TableMetadata:
-    """Return metadata for PyIceberg's writers, with properties that all encrypted tables have; never stored.
-
-    Whatever a table says, names of files and summaries of snapshots show no values of partitions.
-    """
+    """Return metadata for PyIceberg's writers, with properties that all encrypted tables have; never stored."""
+    # Whatever a table says, names of files and summaries of snapshots show no values of partitions.
     no_summaries = {TableProperties.WRITE_PARTITION_SUMMARY_LIMIT: "0"}
     properties = {**_PATIENCE, **metadata.properties, **HIDDEN_PARTITIONS, **no_summaries}
     return metadata.model_copy(update={"properties": properties})
@@ -285,7 +292,7 @@ def _as_written(metadata: TableMetadata) -> TableMetadata:
 class _WorkingTable(EncryptedTable):
     """The copy of a table in one transaction: it writes, and collects the keys of what it writes.
 
-    Its `stored_metadata` is the metadata in the catalog; PyIceberg's writers see what `_as_written` returns.
+    `stored_metadata` is the metadata in the catalog; PyIceberg's writers see what `_as_written` returns.
     """
 
     io: WritingFileIO
@@ -384,11 +391,7 @@ class EncryptedTransaction(ProducingTransaction):
     def commit_transaction(self) -> Table:
         """Commit, and repeat the commit if another one came first.
 
-        Raises:
-            CommitFailedException: Other commits came first again and again.
-            ValidationException: Another commit conflicts with this one.
-            OutputError: The metadata file could not be written.
-            Exception: An error of the catalog; the files stay, since the commit may have succeeded.
+        After an error of the catalog, the files stay: the commit may have succeeded.
         """
         table, original = self._working, self._original
         try:
@@ -460,9 +463,9 @@ def load_table(
 def load_table_to_write(
     catalog_name: str, table: str, config: Path | None = None, properties: Mapping[str, str] = EMPTY_DICT
 ) -> EncryptedTable:
-    """Load an encrypted table of a catalog that PyIceberg knows by name; `NotEncryptedError` if it is plaintext.
+    """Load an encrypted table of a catalog that PyIceberg knows by name.
 
-    Without `config`, the properties of the catalog name the configuration. Other errors as `located_table`.
+    Without `config`, the properties of the catalog name the configuration.
     """
     given = {PY_IO_IMPL: "parquet_keytools.iceberg.EncryptedFileIO", **properties}
     if config is not None:
@@ -565,3 +568,68 @@ def _refuse_encryption_properties(names: Iterable[str]) -> None:
             f"the table property {changed[0]} never changes in the life of a table.",
             hint="Copy the rows into a new table with another master key.",
         )
+
+
+# --- labels of columns ---
+
+
+def refuse_other_key(
+    configuration: Configuration,
+    identifier: Identifier,
+    schema: pa.Schema,
+    properties: Properties,
+    master_key_id: str,
+) -> None:
+    """Refuse a table whose key is not the key of its labelled columns: its files are encrypted whole.
+
+    A table of the configuration decides about it if its `labels_from` has an entry `iceberg` that names it.
+    """
+    for name, table in configuration.tables.items():
+        source = table.labels.iceberg
+        # With or without its namespaces; some catalogs ignore case.
+        names = ".".join(identifier).casefold(), identifier[-1].casefold()
+        if source is None or (source.name or name).casefold() not in names:
+            continue
+        leaves = arrow_leaf_paths(schema)
+        labels = partial(_labels, ".".join(identifier), schema, properties, leaves)
+        columns = resolve_columns(configuration, name, leaves, field_labels=labels, is_iceberg=True)
+        if master_key_id in map(configuration.master_key_id, table.labels.iceberg_keys):
+            continue
+        for column, key in columns.items():
+            if key.key_name is None:
+                continue
+            if resolve_key(configuration, key.key_name) != MasterKeyReference(master_key_id):
+                why = f"has the label {key.label.text}" if key.label is not None else "is configured"
+                raise ConfigurationError(
+                    f"the table {'.'.join(identifier)} is under the master key {master_key_id!r}, and its column "
+                    f"{'.'.join(column)!r} {why}, with the key {key.key_name!r}.",
+                    hint=f"Its files are encrypted whole. Use a table under the key {key.key_name!r}; or, if the "
+                    "key of this table protects all columns well enough, list it under `keys` of `iceberg:`.",
+                )
+
+
+def _labels(
+    table: str, schema: pa.Schema, properties: Properties, leaves: list[ColumnPath], field: str
+) -> Mapping[ColumnPath, str]:
+    """Return the labels in docs of fields, `[class: pii]`, and in properties of the table, `class.email: pii`."""
+    found: dict[ColumnPath, str] = {}
+    in_doc = re.compile(rf"\[\s*{re.escape(field)}\s*:\s*([^\]]*?)\s*\]", re.IGNORECASE)
+    docs = [
+        (path, label) for path, doc in labels_of_schema(schema, "doc").items() for label in in_doc.findall(doc)
+    ]
+    stated = [(name.split("."), label) for name, label in properties.items() if name.startswith(f"{field}.")]
+    by_property = [(tuple(column), str(label)) for (_, *column), label in stated]
+    for path, label in (*docs, *by_property):
+        if found.setdefault(path, label) != label:
+            raise ConfigurationError(
+                f"the field {'.'.join(path)!r} of {table} has two labels: {found[path]!r} and {label!r}.",
+                hint=f"Correct its doc, or the table property {field}.{'.'.join(path)}.",
+            )
+    there = {path for leaf in leaves for path in nearest_first(leaf)}
+    for path, _ in by_property:
+        if path not in there:
+            raise ConfigurationError(
+                f"the table {table} has no column {'.'.join(path)!r}, which a property labels.",
+                hint=f"Its column may have another name now: change the property {field}.{'.'.join(path)}.",
+            )
+    return found

@@ -83,12 +83,8 @@ _ARROW_READS_OF_THE_END = 64 * 1024
 
 
 def open_as_stored(file_io_of: Callable[[str], FileIO], location: str, mapping: str) -> pa.NativeFile:
-    """Open a file as it is stored, with the FileIO for its mapped location.
-
-    `ParquetFormatError` if no file system opens such a location, or it is not a regular file; or `OSError`.
-    """
+    """Open a file as it is stored, with the FileIO for its mapped location."""
     mapped = mapped_location(location, mapping)
-    failure = ""
     try:
         # A pipe or a device would block, or be read without end.
         is_local = store_of(mapped) == "file"
@@ -104,10 +100,10 @@ def open_as_stored(file_io_of: Callable[[str], FileIO], location: str, mapping: 
     except (ValueError, TypeError, AttributeError, ImportError, pa.ArrowException) as error:
         # A scheme that PyIceberg does not know, a library that is not installed, an invalid name.
         failure = f"{type(error).__name__}: {error}"[:300]
-    raise ParquetFormatError(
-        f"{location[:200]} cannot be opened ({failure}).",
-        hint=f"Check the location, and {MAPPING_PROPERTY}; the metadata file may have been changed.",
-    )
+        raise ParquetFormatError(
+            f"{location[:200]} cannot be opened ({failure}).",
+            hint=f"Check the location, and {MAPPING_PROPERTY}; the metadata file may have been changed.",
+        ) from None
 
 
 def check_length(length: int, key: StandardKeyMetadata, listed_length: int | None, name: str) -> None:
@@ -121,20 +117,14 @@ def check_length(length: int, key: StandardKeyMetadata, listed_length: int | Non
 
 
 def read_stream(stored: pa.NativeFile, key: StandardKeyMetadata, listed_length: int | None, name: str) -> bytes:
-    """Return the plaintext of an AGS1 stream, and close the file; errors of `check_length` and `Ags1Reader`."""
+    """Return the plaintext of an AGS1 stream, and close the file."""
     check_length(stored.size(), key, listed_length, name)
     with Ags1Reader(stored, key, path=f"the {name}") as reader:
         return reader.read()
 
 
 def open_data_file(source: ByteSource, key: StandardKeyMetadata, name: str, cache: PageCache) -> PlainFile:
-    """Open a Parquet file as plaintext; pages are decrypted when they are read, from the open source.
-
-    Raises:
-        NotEncryptedError: It is plaintext.
-        DecryptionError: Its footer is not authentic, or it is not encrypted as Iceberg does.
-        KeytoolsError: Another subclass says what is wrong with it.
-    """
+    """Open a Parquet file as plaintext; pages are decrypted when they are read, from the open source."""
     footer, envelope = _open_footer(source, key, name)
     location = _named(name)
     kms_keys = KmsKeys(KeyUnwrapper(None, time.monotonic), 0)
@@ -146,7 +136,7 @@ def open_data_file(source: ByteSource, key: StandardKeyMetadata, name: str, cach
 
 
 def check_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -> None:
-    """Decrypt and check every module of a Parquet file; errors of `open_data_file`."""
+    """Decrypt and check every module of a Parquet file."""
     footer, _ = _open_footer(source, key, name)
     with naming_place(_named(name), footer.columns):
         authenticate_columns(source, footer, {})
@@ -188,10 +178,7 @@ def _open_footer(source: ByteSource, key: StandardKeyMetadata, name: str) -> tup
 
 
 class UncopiedInput(PlainInput):
-    """A plaintext view for Arrow alone, which accepts any buffer as the bytes that it reads.
-
-    The stored file is closed when the view is no longer used.
-    """
+    """A plaintext view for Arrow alone, which accepts any buffer; the stored file is closed with the last use."""
 
     read = RangedFile.read_uncopied  # type: ignore[assignment]
 
@@ -202,11 +189,7 @@ class UncopiedInput(PlainInput):
 class KnownTable:
     """One state of an encrypted table, and the keys of its files that were read so far.
 
-    Attributes:
-        encryption: What its metadata file says.
-        chain: Its keys.
-        lists: Location of each manifest list -> its snapshot.
-        files: Location of each manifest and data file, as far as manifest lists and manifests were read.
+    `lists` has the snapshot of each manifest list, `files` each manifest and data file, both by location.
     """
 
     def __init__(self, encryption: TableEncryption, keys: IcebergKeys) -> None:
@@ -215,10 +198,6 @@ class KnownTable:
         self.lists = {snapshot.manifest_list: snapshot for snapshot in encryption.snapshots}
         self.files: dict[str, ListedFile] = {}
         self._read: set[str] = set()
-
-    def has(self, location: str) -> bool:
-        """Return whether a location is a file of the table, as far as it is known."""
-        return location in self.lists or location in self.files
 
     def learn(self, read_location: str, files: Iterable[ListedFile]) -> None:
         """Take the files that a manifest list or a manifest names."""
@@ -272,10 +251,7 @@ _lock = ForkSafeLock()
 
 
 def configuration_file(properties: Properties, *, needed_by: str) -> str:
-    """Return the path of the configuration that properties of a catalog or the environment name.
-
-    `ConfigurationError` if they name none.
-    """
+    """Return the path of the configuration that properties of a catalog or the environment name."""
     found = properties.get(CONFIG_PROPERTY) or os.environ.get(CONFIG_VARIABLE)
     if not found:
         raise ConfigurationError(
@@ -405,24 +381,23 @@ class EncryptedFileIO(FileIO):
         return self._known.keys
 
     def table_at(self, metadata_location: str) -> KnownTable | None:
-        """Return the state of a table with this metadata file, or None if it is plaintext; see `read_metadata`."""
+        """Return the state of a table with this metadata file, or None if it is plaintext."""
         if metadata_location not in self._tables:
             self.read_metadata(metadata_location)
         return self._tables.get(metadata_location)
 
     def read_metadata(self, location: str) -> bytes:
-        """Return a metadata file, and learn what it says about the encryption of its table.
-
-        Raises:
-            ParquetFormatError: It is not a metadata file.
-            KeyMaterialError: Its `encryption-keys` are malformed.
-            NotEncryptedError: The table is not encrypted, and `keytools.plaintext-tables` rejects it.
-            ConfigurationError: It sets properties that only the catalog may have.
-        """
+        """Return a metadata file, and learn what it says about the encryption of its table."""
         with self._open_stored(location) as file:
             content = read_metadata_file(file, location)
         encryption = parse_table_metadata(content, location)
-        _check_properties(encryption)
+        # By these, a changed metadata file would choose our configuration, code or servers.
+        for name in misplaced_properties(encryption.properties):
+            if encryption.is_encrypted or name.startswith("keytools."):
+                raise ConfigurationError(
+                    f"{location}: the table has the property {name}, which catalogs alone have.",
+                    hint="Do not trust this metadata file if you did not set it; otherwise set it in the catalog.",
+                )
         if encryption.is_encrypted:
             self._tables[location] = self._known.add(encryption)
         elif self._rejects_plaintext:
@@ -447,7 +422,7 @@ class EncryptedFileIO(FileIO):
 
     def _find(self, location: str) -> KnownTable | None:
         for table in (*reversed(list(self._tables.values())), *self._known.newest_first()):
-            if table.has(location):
+            if location in table.lists or location in table.files:
                 self._tables[table.encryption.metadata_location] = table
                 return table
         return None
@@ -471,18 +446,12 @@ class EncryptedFileIO(FileIO):
     # --- reading ---
 
     def read_all(self, location: str) -> bytes:
-        """Return the plaintext of a file; errors of `open_plaintext`."""
+        """Return the plaintext of a file."""
         with self.open_plaintext(location) as stream:
             return bytes(stream.read())
 
     def open_plaintext(self, location: str) -> Any:
-        """Open the plaintext of a file.
-
-        Raises:
-            NotEncryptedError: A plaintext file lies in an encrypted table.
-            KeyNotAvailableError: It is encrypted, and nothing that was read leads to its key.
-            KeytoolsError: Another subclass names the broken link of the key chain.
-        """
+        """Open the plaintext of a file; its key must follow from what was read before."""
         # A name does not make a file plaintext: a changed metadata file may give a manifest list any name.
         if location.endswith(_METADATA_ENDINGS):
             try:
@@ -526,7 +495,7 @@ class EncryptedFileIO(FileIO):
             return read_stream(stored, key, listed_length, name)
 
     def open_listed(self, file: ListedFile) -> Any:
-        """Open the plaintext of a data file or stream; errors of `open_plaintext`."""
+        """Open the plaintext of a data file or stream."""
         key = file.key_metadata()
         if key is None:
             self._refuse_plaintext(file.name)
@@ -581,20 +550,6 @@ class EncryptedInputFile(InputFile):
     def open(self, seekable: bool = True) -> Any:
         """Open it; see `EncryptedFileIO.open_plaintext`."""
         return self._open_plaintext(self.location)
-
-
-def _check_properties(encryption: TableEncryption) -> None:
-    """Refuse properties by which a changed metadata file would choose our configuration, code or servers."""
-    names = [
-        name
-        for name in misplaced_properties(encryption.properties)
-        if encryption.is_encrypted or name.startswith("keytools.")
-    ]
-    if names:
-        raise ConfigurationError(
-            f"{encryption.metadata_location}: the table has the property {names[0]}, which catalogs alone have.",
-            hint="Do not trust this metadata file if you did not set it; otherwise set it in the catalog.",
-        )
 
 
 def _unpickled(kind: type[EncryptedFileIO], properties: dict[str, str], metadata: list[str]) -> EncryptedFileIO:

@@ -1,4 +1,4 @@
-"""From a master key to the key of a manifest list: the entries of `encryption-keys`, read and made.
+"""From a master key to the key of a manifest list: the entries of `encryption-keys`, read, made and changed.
 
 Iceberg Java unwraps every KEK with the master key in the table property `encryption.key-id`, whatever the
 `encrypted-by-id` of the KEK says. iceberg-rust and this package use `encrypted-by-id`. So if this property was
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parquet_keytools import strict_base64
@@ -51,15 +51,12 @@ CLOCK_SKEW_MS = 24 * 60 * 60 * 1000
 """How far the clock of another writer may be ahead of ours."""
 
 _KEY_ID_BYTES = 16
+_KEYS, _KEY_ID = "encryption-keys", "key-id"
 _KEY_LENGTHS = {"16": 128, "24": 192, "32": 256}
 
 
 class IcebergKeys:
-    """Wraps and unwraps KEKs of tables with the KMS of a configuration, and caches unwrapped KEKs.
-
-    Raises:
-        ConfigurationError: The configuration shows columns as digests, which Iceberg tables do not support.
-    """
+    """Wraps and unwraps KEKs of tables with the KMS of a configuration, and caches unwrapped KEKs."""
 
     def __init__(self, service: KeyService) -> None:
         refuse_digests(
@@ -71,10 +68,7 @@ class IcebergKeys:
         self._keks: KekCache[tuple[str, bytes], SecretBytes] = KekCache(time.monotonic, "iceberg")
 
     def kek(self, wrapped_kek: bytes, master_key_id: str) -> SecretBytes:
-        """Return a KEK, by the identifier of its master key in the KMS or its name in the configuration.
-
-        `KeyNotAvailableError` if the configuration has no KMS, `KmsError` if the KMS does not unwrap it.
-        """
+        """Return a KEK, by the identifier of its master key in the KMS or its name in the configuration."""
         kms, identifier = self._kms_for(master_key_id), self.master_key_id(master_key_id)
 
         def load(_: object) -> list[SecretBytes | KmsError]:
@@ -92,11 +86,6 @@ class IcebergKeys:
 
         A wrapped KEK that does not unwrap would lose all data under it. The check also refuses a master key that
         someone else put into the metadata file, before the KEK encrypts anything.
-
-        Raises:
-            ConfigurationError: The key is a template: a table has one master key.
-            MasterKeyNotTrustedError: The configuration does not name this master key, which could be anyone's.
-            KmsError: The KMS does not wrap or unwrap it.
         """
         kms, identifier = self._kms_for(master_key_id), self.master_key_id(master_key_id)
         if placeholders(identifier):
@@ -116,10 +105,7 @@ class IcebergKeys:
         return wrapped
 
     def master_key_id(self, name: str) -> str:
-        """Return the identifier of a master key, by its name in the configuration or itself.
-
-        With several KMSs, it begins with the name of its KMS; without, it is in the default KMS.
-        """
+        """Return the identifier of a master key by its name; see `Configuration.master_key_id`."""
         return self.service.configuration.master_key_id(name)
 
     def id_in_table(self, name: str) -> str:
@@ -138,7 +124,7 @@ class IcebergKeys:
 
 @contextlib.contextmanager
 def _hint_for_tables() -> Iterator[None]:
-    """Replace the advice to read other columns: all columns of a table need its one master key."""
+    """Replace the advice to read other columns."""
     try:
         yield
     except KmsAccessDeniedError as error:
@@ -154,7 +140,7 @@ class KeyChain:
         self._keys = keys
 
     def kek(self, key_id: str) -> SecretBytes:
-        """Return the KEK of an entry; `KeyMaterialError` if it is not one, and errors of `IcebergKeys.kek`."""
+        """Return the KEK of an entry."""
         entry = self._entry(key_id, f"the KEK {key_id!r}")
         if entry.encrypted_by_id in self.table.keys:
             raise self._error(f"the KEK {key_id!r} is encrypted by another entry, and not by a master key")
@@ -172,11 +158,7 @@ class KeyChain:
         return replace(kek, encrypted=self._keys.wrap_kek(self.kek(kek.key_id), kek.encrypted_by_id))
 
     def manifest_list_key(self, snapshot: SnapshotKey) -> StandardKeyMetadata | None:
-        """Return the key metadata of the manifest list of a snapshot, or None where the list is plaintext.
-
-        `KeyMaterialError` if an entry is missing or malformed, `DecryptionError` if it is not authentic, and
-        errors of `kek`.
-        """
+        """Return the key metadata of the manifest list of a snapshot, or None if the list is plaintext."""
         if snapshot.key_id is None:
             return None
         what = f"the manifest list key {snapshot.key_id!r} of snapshot {snapshot.snapshot_id}"
@@ -213,7 +195,7 @@ class KeyChain:
 
 
 def key_length_bits(table: TableEncryption) -> int:
-    """Return the length of new KEKs and DEKs of a table in bits; `ConfigurationError` if AES has no such keys."""
+    """Return the length of new KEKs and DEKs of a table in bits."""
     text = table.properties.get(KEY_LENGTH_PROPERTY, "16")
     if text not in _KEY_LENGTHS:
         raise ConfigurationError(
@@ -224,10 +206,7 @@ def key_length_bits(table: TableEncryption) -> int:
 
 
 def master_key_of(table: TableEncryption) -> str:
-    """Return the master key of a table that is to be written.
-
-    `NotEncryptedError` if it has none, `KeyMaterialError` if its property names another one than its KEKs have.
-    """
+    """Return the master key of a table to be written; refuse one other than the master key of its KEKs."""
     master_key_id = table.master_key_id
     if master_key_id is None:
         raise NotEncryptedError(
@@ -299,3 +278,76 @@ def as_json(entry: EncryptionKey) -> dict[str, Any]:
 
 def _new_id() -> str:
     return strict_base64.encode(os.urandom(_KEY_ID_BYTES))
+
+
+# --- changes of `encryption-keys` ---
+
+
+@dataclass(frozen=True)
+class KeyChanges:
+    """What a commit changes about the `encryption-keys` of a table.
+
+    Attributes:
+        added: New entries; entries that the table already has are not added again.
+        snapshot_keys: Snapshot id -> `key-id` of its manifest list key.
+        replaced: Expected entries, and their replacements with the same `key-id`.
+        removed: The `key-id` of each entry that is no longer needed.
+    """
+
+    added: Sequence[EncryptionKey] = ()
+    snapshot_keys: dict[int, str] = field(default_factory=dict)
+    replaced: Sequence[tuple[EncryptionKey, EncryptionKey]] = ()
+    removed: Sequence[str] = ()
+
+    def apply(self, document: dict[str, Any]) -> None:
+        """Change a metadata file; `CommitFailedException` if an entry to replace, or a needed KEK, is gone."""
+        # Spark's worker, which wraps KEKs, needs no PyIceberg.
+        from pyiceberg.exceptions import CommitFailedException
+
+        entries = list(document.get(_KEYS) or [])
+        for old, new in self.replaced:
+            found = (entry for entry in entries if as_json(old).items() <= entry.items())
+            if (entry := next(found, None)) is None:
+                raise CommitFailedException(f"the KEK {old.key_id!r} was changed by another commit")
+            entries[entries.index(entry)] = {**entry, **as_json(new)}
+        known = {entry.get(_KEY_ID) for entry in entries}
+        entries += [as_json(entry) for entry in self.added if entry.key_id not in known]
+        entries = [entry for entry in entries if entry.get(_KEY_ID) not in self.removed]
+        left = {entry.get(_KEY_ID) for entry in entries}
+        lost = (known - left) | {entry.encrypted_by_id for entry in self.added if entry.timestamp is None} - left
+        if lost & {entry.get("encrypted-by-id") for entry in entries}:
+            raise CommitFailedException("another commit changed which KEKs there are")
+        if entries or self.removed:
+            document[_KEYS] = entries
+        for snapshot in document.get("snapshots") or []:
+            key_id = self.snapshot_keys.get(snapshot["snapshot-id"])
+            if key_id is not None:
+                snapshot[_KEY_ID] = key_id
+
+    def apply_to_request(self, request: dict[str, Any]) -> None:
+        """Change the request of a commit to a REST catalog."""
+        updates: list[dict[str, Any]] = []
+        for old, new in self.replaced:
+            updates.append({"action": "remove-encryption-key", _KEY_ID: old.key_id})
+            updates.append({"action": "add-encryption-key", "encryption-key": as_json(new)})
+        updates += [{"action": "add-encryption-key", "encryption-key": as_json(entry)} for entry in self.added]
+        updates += [{"action": "remove-encryption-key", _KEY_ID: key_id} for key_id in self.removed]
+        for update in request["updates"]:
+            if update.get("action") == "add-snapshot":
+                key_id = self.snapshot_keys.get(update["snapshot"]["snapshot-id"])
+                if key_id is not None:
+                    update["snapshot"][_KEY_ID] = key_id
+        # Keys first: the snapshots name them.
+        request["updates"] = updates + request["updates"]
+
+
+def rotation(chain: KeyChain) -> KeyChanges:
+    """Return the re-wrapping of all KEKs under the current version of their master key; errors of the KMS."""
+    return KeyChanges(replaced=[(kek, chain.rewrapped(kek)) for kek in chain.table.keks])
+
+
+def removal(chain: KeyChain) -> KeyChanges:
+    """Return the removal of the entries that no snapshot needs, except KEKs that new snapshots may use."""
+    now_ms = time.time() * 1000
+    young = {kek.key_id for kek in chain.table.keks if is_young(kek, now_ms)}
+    return KeyChanges(removed=[key_id for key_id in chain.table.unneeded_keys if key_id not in young])

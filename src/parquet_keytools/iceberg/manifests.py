@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,16 @@ from pyiceberg.typedef import Record
 from pyiceberg.types import StructType
 
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
-from parquet_keytools.iceberg.claims import RESERVED_COLUMN_ID, Counters, highest_column_id, highest_partition_id
+from parquet_keytools.iceberg.claims import (
+    COLUMN_ID,
+    NEXT_ROW_ID,
+    PARTITION_ID,
+    RESERVED_COLUMN_ID,
+    SEQUENCE_NUMBER,
+    SPEC_ID,
+    highest_column_id,
+    highest_partition_id,
+)
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -42,13 +52,8 @@ _CONTENTS = {None: "data file", 0: "data file", 1: "position delete file", 2: "e
 class ListedFile:
     """A file, as a manifest list or a manifest lists it.
 
-    Attributes:
-        location: Where it lies.
-        kind: `manifest`, `data file`, `deletion vector file`, `equality delete file`, ...
-        format: `AVRO`, `PARQUET`, `PUFFIN` or `ORC`.
-        length: Its bytes.
-        is_live: Whether it is still part of the table; the entry of a deleted file stays for a while.
-        encoded_key: Its key metadata, or None where it is plaintext.
+    `kind` is `manifest`, `data file`, `deletion vector file`, ...; `format` `AVRO`, `PARQUET`, `PUFFIN` or `ORC`.
+    The entry of a deleted file, which is not live, stays for a while. A plaintext file has no `encoded_key`.
     """
 
     location: str
@@ -64,17 +69,14 @@ class ListedFile:
         return f"{self.kind} {self.location}"
 
     def key_metadata(self) -> StandardKeyMetadata | None:
-        """Return its key, or None where it is plaintext; errors of `StandardKeyMetadata.decode`."""
+        """Return its key, or None if it is plaintext."""
         return (
             None if self.encoded_key is None else StandardKeyMetadata.decode(self.encoded_key, f"the {self.name}")
         )
 
 
 def manifests_in(content: bytes, name: str, snapshot_id: int) -> list[ListedFile]:
-    """Return the manifests in the plaintext of an authentic manifest list.
-
-    `ParquetFormatError` if it is not a manifest list, `DecryptionError` if it belongs to another snapshot.
-    """
+    """Return the manifests in the plaintext of an authentic manifest list."""
     records, header = _records(content, _LIST_FIELDS, name)
     # Nothing else binds a list to its snapshot: the metadata file, which names it with its key, can be changed.
     stated = header.get(_SNAPSHOT_ID)
@@ -90,7 +92,7 @@ def manifests_in(content: bytes, name: str, snapshot_id: int) -> list[ListedFile
 
 
 def files_in(content: bytes, name: str) -> list[ListedFile]:
-    """Return the files in the plaintext of an authentic manifest; `ParquetFormatError` if it is not one."""
+    """Return the files in the plaintext of an authentic manifest."""
     files = []
     records, _ = _records(content, _MANIFEST_FIELDS, name)
     for status, content_type, path, file_format, length, key in records:
@@ -104,21 +106,18 @@ def _secret(key_metadata: bytes | None) -> SecretBytes | None:
     return None if key_metadata is None else SecretBytes(key_metadata)
 
 
-def counters_of_list(content: bytes, name: str) -> Counters:
-    """Return the highest numbers in the plaintext of an authentic manifest list; errors of `manifests_in`."""
+def counters_of_list(content: bytes, name: str) -> Counter[str]:
+    """Return the highest numbers in the plaintext of an authentic manifest list."""
     records, _ = _records(content, _LIST_NUMBERS, name)
-    found = Counters()
+    found = Counter[str]()
     for spec_id, sequence_number, added_rows, existing_rows, first_row_id in records:
         rows = 0 if first_row_id is None else first_row_id + (added_rows or 0) + (existing_rows or 0)
-        found |= Counters(spec_id=spec_id or 0, sequence_number=sequence_number or 0, next_row_id=rows)
+        found |= Counter({SPEC_ID: spec_id or 0, SEQUENCE_NUMBER: sequence_number or 0, NEXT_ROW_ID: rows})
     return found
 
 
-def counters_of_manifest(content: bytes, name: str) -> Counters:
-    """Return the highest field ids in the plaintext of an authentic manifest; errors of `files_in`.
-
-    Columns come from the schema that the manifest was written with, and from its files, which may be older.
-    """
+def counters_of_manifest(content: bytes, name: str) -> Counter[str]:
+    """Return the highest field ids of the schema and of the files, maybe older ones, of an authentic manifest."""
     records, header = _records(content, _MAPS_BY_COLUMN, name)
     of_files = [
         column_id
@@ -131,7 +130,8 @@ def counters_of_manifest(content: bytes, name: str) -> Counters:
         schema, spec = (json.loads(header.get(key, "null")) for key in ("schema", "partition-spec"))
     except (ValueError, RecursionError):
         schema, spec = None, None
-    return Counters(column_id=max([highest_column_id(schema), *of_files]), partition_id=highest_partition_id(spec))
+    column_id = max([highest_column_id(schema), *of_files])
+    return Counter({COLUMN_ID: column_id, PARTITION_ID: highest_partition_id(spec)})
 
 
 class _InMemory(InputFile):

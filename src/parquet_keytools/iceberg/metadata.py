@@ -36,13 +36,10 @@ MAX_METADATA_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class EncryptionKey:
-    """An entry of `encryption-keys`.
+    """An entry of `encryption-keys`: a KEK, or the key metadata of a manifest list, which a KEK encrypts.
 
-    Attributes:
-        key_id: Its name in this table.
-        encrypted: The wrapped KEK, or the encrypted key metadata of a manifest list.
-        encrypted_by_id: The master key, or the `key_id` of the KEK.
-        timestamp: `KEY_TIMESTAMP` of a KEK, in ms since 1970, as written: its bytes are an AAD.
+    `encrypted_by_id` is the master key, or the `key_id` of the KEK. `timestamp` is the `KEY_TIMESTAMP` of a KEK,
+    in ms since 1970, as written: its bytes are an AAD.
     """
 
     key_id: str
@@ -71,15 +68,11 @@ class TableEncryption:
     """How a table is encrypted, as its metadata file says.
 
     Attributes:
-        metadata_location: The metadata file.
-        location: Where the table lies.
-        table_uuid: Its UUID.
-        properties: Its properties.
         keys: `encryption-keys`, by `key_id`.
         snapshots: Its snapshots, in the order of the file.
-        current_snapshot_id: None where the table is empty.
+        current_snapshot_id: None for an empty table.
         statistics: Locations of Puffin files with statistics, and of files with statistics of partitions.
-        earlier_metadata: Locations of earlier metadata files, as far as the metadata log names them.
+        earlier_metadata: Locations of earlier metadata files that the metadata log names.
         document: The whole metadata file.
     """
 
@@ -152,12 +145,7 @@ def read_document(content: bytes, location: str) -> dict[str, Any]:
 
 
 def parse_table_metadata(content: bytes, location: str) -> TableEncryption:
-    """Return what a metadata file, compressed or not, says about the encryption of its table.
-
-    Raises:
-        ParquetFormatError: It is not a metadata file.
-        KeyMaterialError: Its `encryption-keys` are malformed, or its current snapshot is missing.
-    """
+    """Return what a metadata file, compressed or not, says about the encryption of its table."""
     document = read_document(content, location)
     keys: dict[str, EncryptionKey] = {}
     for number, item in enumerate(_objects(document, "encryption-keys", location)):
@@ -254,12 +242,9 @@ _NULL, _PRESENT = 0, 1
 
 @dataclass(frozen=True)
 class StandardKeyMetadata:
-    """What decrypts one file of an encrypted table.
+    """What decrypts one file of an encrypted table; the AAD prefix may be empty.
 
-    Attributes:
-        encryption_key: The DEK: 16, 24 or 32 bytes.
-        aad_prefix: Begins the AAD of each block or module; may be empty.
-        file_length: Bytes of the encrypted file; None where the writer did not say.
+    `file_length` is the length of the encrypted file in bytes; None if the writer did not give it.
     """
 
     encryption_key: SecretBytes
@@ -288,11 +273,7 @@ class StandardKeyMetadata:
 
     @classmethod
     def decode(cls, encoded: SecretBytes, what: str) -> StandardKeyMetadata:
-        """Decode the key metadata of `what`, which errors name.
-
-        Raises:
-            KeyMaterialError: The bytes are not key metadata of version 1. The error quotes none of them.
-        """
+        """Decode the key metadata of `what`, which errors name; they quote no byte."""
         data = encoded.reveal()
         if data[:1] and data[0] != VERSION:
             problem = f"it has version {data[0]}, and only version {VERSION} is known"

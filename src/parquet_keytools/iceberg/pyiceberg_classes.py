@@ -69,7 +69,7 @@ from pyiceberg.utils.schema_conversion import AvroSchemaConversion
 
 from parquet_keytools.errors import FormatLimitError
 from parquet_keytools.iceberg.claims import counter_problems, refuse
-from parquet_keytools.iceberg.key_rotation import KeyChanges
+from parquet_keytools.iceberg.key_chain import KeyChanges
 from parquet_keytools.iceberg.manifests import counters_of_list
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.written_files import MetadataFiles, WritingFileIO, dumped, refuse_hashed
@@ -97,12 +97,7 @@ class CommittingTable(Table):
 
 
 class ProducingTransaction(Transaction):
-    """A transaction whose snapshots are encrypted.
-
-    Args:
-        table: A copy of the table, which changes with the transaction.
-        io: Writes the files of the transaction, encrypted.
-    """
+    """A transaction, over a copy of the table, whose snapshots `io` encrypts."""
 
     def __init__(self, table: Table, io: WritingFileIO) -> None:
         super().__init__(table)
@@ -134,11 +129,7 @@ class ProducingTransaction(Transaction):
 
 
 class _ManifestWriterV3(ManifestWriterV2):
-    """Writes an encrypted manifest of data files.
-
-    Args:
-        first_row_id_of: Location of a data file of the table -> its first row id.
-    """
+    """Writes an encrypted manifest of data files; `first_row_id_of` takes the location of a file."""
 
     def __init__(
         self,
@@ -201,12 +192,8 @@ class _ManifestWriterV3(ManifestWriterV2):
 class _ManifestListWriterV3(ManifestListWriterV2):
     """Writes an encrypted manifest list, and assigns first row ids to manifests that have none.
 
-    Args:
-        next_row_id: First row id of the snapshot.
-        first_row_ids: Location of each manifest of the parent snapshot -> its first row id.
-
-    Attributes:
-        next_row_id: The first row id after the rows of the list.
+    `first_row_ids` are of the manifests of the parent snapshot. `next_row_id` is the first row id of the snapshot,
+    then the first one after the rows of the list.
     """
 
     def __init__(
@@ -301,9 +288,10 @@ def _check_partition_types(spec: PartitionSpec, schema: Schema) -> None:
         with contextlib.suppress(ValueError, TypeError, LookupError):
             in_avro = cast("dict[str, Any]", conversion.iceberg_to_avro(Schema(field)))
             conversion.avro_to_iceberg(in_avro)
-            name = _type_name(in_avro["fields"][0]["type"])
-            is_readable = name not in names
-            names |= {name} - {""}
+            kinds = in_avro["fields"][0]["type"]
+            named = {kind["name"] for kind in [*kinds, kinds] if isinstance(kind, dict) and "name" in kind}
+            is_readable = names.isdisjoint(named)
+            names |= named
         if not is_readable:
             raise FormatLimitError(
                 f"the table is partitioned by {field.name!r}, of type {field.field_type}, which PyIceberg cannot "
@@ -311,12 +299,6 @@ def _check_partition_types(spec: PartitionSpec, schema: Schema) -> None:
                 "this commit.",
                 hint="Partition by another transform, such as day or bucket, or remove this partition field.",
             )
-
-
-def _type_name(avro_type: Any) -> str:
-    """Return the name of an Avro type of a field, nullable or not; empty where it has none."""
-    kinds = avro_type if isinstance(avro_type, list) else [avro_type]
-    return next((kind["name"] for kind in kinds if isinstance(kind, dict) and "name" in kind), "")
 
 
 # --- producers of snapshots ---

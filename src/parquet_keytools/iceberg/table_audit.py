@@ -1,4 +1,4 @@
-"""Finds a table, and audits its key chain link by link: which keys it depends on, and what is wrong with it.
+"""Finds tables, and audits the key chain of each: which keys it depends on, and what is wrong with it.
 
 The audit does not stop at the first finding. It does not reach what a broken link leads to, and reports the link.
 """
@@ -9,11 +9,10 @@ import contextlib
 import hashlib
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import pyarrow as pa
@@ -26,19 +25,20 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.typedef import EMPTY_DICT
 
 from parquet_keytools.config.loader import load_configuration, parse_configuration
+from parquet_keytools.conformance.file_keys import OneKey, TableFiles
 from parquet_keytools.errors import (
     ConfigurationError,
     KeyMaterialError,
     KeytoolsError,
     KmsError,
     KmsUnavailableError,
+    ParquetFormatError,
     WrappedKeyInvalidError,
 )
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.iceberg.ags1 import MAGIC
 from parquet_keytools.iceberg.claims import (
     MAPPING_PROPERTY,
-    Counters,
     TablePlaces,
     check_place,
     counter_problems,
@@ -87,36 +87,20 @@ Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
-class AuditedTable(ABC):
+class LocatedTable:
     """A table, of which only the metadata file was read, and how its files are opened."""
 
     encryption: TableEncryption
     service: KeyService
     mapping: str
     places: TablePlaces
-
-    @abstractmethod
-    def open_stored(self, location: str) -> pa.NativeFile:
-        """Open a file as it is stored."""
-
-    @abstractmethod
-    def path_of(self, location: str) -> str:
-        """Return the path of a location on its file system."""
-
-    @abstractmethod
-    def folder(self) -> FileLocation | None:
-        """Return the folder of the table; None if it is unknown."""
-
-
-@dataclass(frozen=True)
-class LocatedTable(AuditedTable):
-    """A table that is opened with PyIceberg's FileIO."""
-
-    file_io: FileIO
+    file_io: FileIO | None
 
     def open_stored(self, location: str) -> pa.NativeFile:
         """Open a file as it is stored."""
-        return open_as_stored(lambda _: self.file_io, location, self.mapping)
+        file_io = self.file_io
+        assert file_io is not None
+        return open_as_stored(lambda _: file_io, location, self.mapping)
 
     def path_of(self, location: str) -> str:
         """Return the path of a location on its file system."""
@@ -127,7 +111,7 @@ class LocatedTable(AuditedTable):
             return mapped
 
     def folder(self) -> FileLocation | None:
-        """Return the folder above the folder `metadata` of the metadata file; None where there is no such folder.
+        """Return the folder above the folder `metadata` of the metadata file; None if it is in no such folder.
 
         The location in the metadata file is not used: anyone who changed it could let us list anything.
         """
@@ -153,8 +137,6 @@ def located_table(
 
     Without `config`, the properties of the catalog, or the given ones, name the configuration. Without any
     configuration, no key can be unwrapped.
-
-    `KeytoolsError` if the configuration or the metadata file is wrong, `OSError` if a file cannot be read.
     """
     given = dict(properties)
     if catalog_name is not None:
@@ -184,8 +166,7 @@ def table_of_catalog(
 ) -> Loaded:
     """Load a table, by a function, from a catalog that PyIceberg knows by name.
 
-    `ConfigurationError` if the catalog or the table is missing or cannot be used. PyIceberg's errors are not its
-    context, since they may quote anything.
+    PyIceberg's errors are not the context of ours: they may quote anything.
     """
     try:
         return load(load_catalog(catalog_name, **properties), table)
@@ -206,16 +187,9 @@ def table_of_catalog(
 
 @dataclass
 class ChainLink:
-    """A file of the table.
+    """A file of the table: a manifest list, manifest, data file or other; `children` are the files that it lists.
 
-    Attributes:
-        location: Where it lies.
-        kind: `manifest list`, `manifest`, `data file`, ...
-        length: Its bytes, as listed; None where nothing lists them.
-        is_encrypted: Whether it has a key. An encrypted file that has plaintext content is a problem.
-        problems: What is wrong with it.
-        snapshot_ids: The snapshots that have it.
-        children: The files that it lists.
+    `is_encrypted` says whether it has a key, and `length` its bytes as listed, None if nothing lists it.
     """
 
     location: str
@@ -234,15 +208,9 @@ class ChainLink:
 
 @dataclass
 class KekReport:
-    """A KEK of a table.
+    """A KEK of a table. If it `is_due`, 730 days old or from the future, writers make a new one.
 
-    Attributes:
-        key_id: Its name in the table.
-        master_key_id: The master key that wraps it.
-        age_days: Its age; None without a valid `KEY_TIMESTAMP`.
-        is_due: Whether writers make a new KEK, since it is 730 days old or from the future.
-        manifest_lists: The number of manifest list keys that it encrypts.
-        problems: What is wrong with it.
+    `age_days` is None without a valid `KEY_TIMESTAMP`; `manifest_lists` is the number of keys that it encrypts.
     """
 
     key_id: str
@@ -258,15 +226,12 @@ class TableReport:
     """The result of an audit.
 
     Attributes:
-        encryption: What the metadata file says.
-        keks: The KEKs of the table.
         lists: The manifest lists of its snapshots, in order.
         statistics: Files with statistics of the table and of its partitions.
         problems: What is wrong with the metadata file itself.
         links: All files of the key chain, and plaintext files in the folder that no readable link names.
-        orphans: Locations of files in the folder of the table that nothing names; None where that is unknown.
+        orphans: Locations of files in the folder of the table that nothing names; None if unknown.
         kms_failed: Whether the KMS refused or could not be reached, which causes other problems, too.
-        kms_is_unavailable: Whether the KMS could not be reached.
     """
 
     encryption: TableEncryption
@@ -311,11 +276,10 @@ class TableReport:
 class TableAudit:
     """Walks down the key chain, and decrypts manifest lists, manifests and, `with_data`, all other files.
 
-    Attributes:
-        parquet_keys: Location of each encrypted Parquet file -> its key, after `run`.
+    After `run`, `parquet_keys` has the key of each encrypted Parquet file, by its location.
     """
 
-    def __init__(self, located: AuditedTable, *, with_data: bool) -> None:
+    def __init__(self, located: LocatedTable, *, with_data: bool) -> None:
         self._located = located
         self._chain = KeyChain(located.encryption, IcebergKeys(located.service))
         self._open_stored = located.open_stored
@@ -324,7 +288,7 @@ class TableAudit:
         self._fingerprint_key = secrets.token_bytes(32)
         self._fingerprints: dict[bytes, str] = {}
         self._is_complete = True
-        self._counters = Counters()
+        self._counters = Counter[str]()
         self.parquet_keys: dict[str, StandardKeyMetadata] = {}
 
     def run(self) -> TableReport:
@@ -522,3 +486,90 @@ class TableAudit:
         # Below a broken link, it is unknown what the table names.
         if self._is_complete:
             self._report.orphans = orphans
+
+
+# --- the encrypted tables whose metadata files are in a folder ---
+
+
+@dataclass(frozen=True)
+class _TableInFolder(LocatedTable):
+    """A table that lies where it was found, also if its folder was copied or moved."""
+
+    root: FileLocation
+
+    def stored(self, location: str) -> FileLocation:
+        """Return a file of the table; `ParquetFormatError` if it is not in the folder of the table."""
+        within = location.removeprefix(f"{self.encryption.location.rstrip('/')}/")
+        if within == location or ".." in within.split("/"):
+            raise ParquetFormatError(f"{location[:200]} is not in the folder of the table.")
+        return self.root.below(within)
+
+    def open_stored(self, location: str) -> pa.NativeFile:
+        file = self.stored(location)
+        if not file.is_file():
+            raise ParquetFormatError(f"{location[:200]} is not there, or not a regular file.")
+        return file.filesystem.open_input_file(file.path)
+
+    def path_of(self, location: str) -> str:
+        return self.stored(location).path
+
+    def folder(self) -> FileLocation:
+        return self.root
+
+
+def tables_in_folder(metadata_files: Sequence[FileLocation], service: KeyService) -> TableFiles:
+    """Check the tables of metadata files as `iceberg inspect` does: down to the lengths of their data files.
+
+    Only files of a table's own folder are read: anyone may have put a metadata file into a folder of data. The
+    newest metadata file of a table is checked first. Earlier ones that its log names are of the table if they have
+    its UUID: their snapshots may have expired.
+    """
+    accepted: set[str] = set()
+    refused: dict[str, str] = {}
+    not_checked: dict[str, str] = {}
+    keys: dict[str, OneKey] = {}
+    kms_is_unavailable = False
+    tables: dict[str, _TableInFolder] = {}
+    for file in metadata_files:
+        try:
+            tables[file.path] = _table_of(file, service)
+        except (KeytoolsError, OSError) as error:
+            refused[file.path] = str(error)
+    for path, table in sorted(tables.items(), key=_updated_ms, reverse=True):
+        if path in accepted:
+            continue
+        audit = TableAudit(table, with_data=False)
+        report = audit.run()
+        reason = next((f"{link}: {problem}" for link, problem in report.findings), "")
+        if not report.encryption.is_encrypted:
+            reason = "its table is not encrypted"
+        if reason:
+            (not_checked if report.kms_failed else refused)[path] = reason
+            kms_is_unavailable |= report.kms_is_unavailable
+            continue
+        accepted.add(path)
+        for location in table.encryption.earlier_metadata:
+            with contextlib.suppress(ParquetFormatError):
+                earlier = tables.get(table.stored(location).path)
+                if earlier is not None and earlier.encryption.table_uuid == table.encryption.table_uuid:
+                    accepted.add(table.stored(location).path)
+        for location, key in audit.parquet_keys.items():
+            keys[table.stored(location).path] = OneKey(key.encryption_key, key.aad_prefix)
+    return TableFiles(frozenset(accepted), refused, not_checked, keys, kms_is_unavailable)
+
+
+def _table_of(file: FileLocation, service: KeyService) -> _TableInFolder:
+    with file.filesystem.open_input_file(file.path) as stored:
+        encryption = parse_table_metadata(read_metadata_file(stored, file.path), file.path)
+    folder = PurePosixPath(file.path).parent
+    if folder.name != "metadata":
+        raise ParquetFormatError("it is not in a folder `metadata`.")
+    root = FileLocation(file.filesystem, str(folder.parent))
+    location = f"{encryption.location.rstrip('/')}/metadata/{file.name}"
+    table = replace(encryption, metadata_location=location)
+    return _TableInFolder(table, service, "", TablePlaces(location, {}), None, root)
+
+
+def _updated_ms(found: tuple[str, _TableInFolder]) -> int:
+    updated = found[1].encryption.document.get("last-updated-ms")
+    return updated if type(updated) is int else 0

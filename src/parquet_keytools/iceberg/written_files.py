@@ -1,9 +1,8 @@
 """What a commit writes: data files and manifests, encrypted, and metadata files, which keep the keys.
 
 PyIceberg 0.12 drops `encryption-keys` and the `key-id` of snapshots. So for catalogs that write metadata files
-themselves, a metadata file is written as the file before plus what changed; fields that PyIceberg does not know
-survive. A REST catalog writes the file and gets `add-encryption-key` updates. `pyiceberg_classes` connects this
-with catalogs.
+themselves, a metadata file is written as the file before plus what changed. A REST catalog writes the file and
+gets `add-encryption-key` updates. `pyiceberg_classes` connects this with catalogs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from parquet_keytools.errors import NotEncryptedError, OutputError
 from parquet_keytools.iceberg.ags1 import Ags1Writer
 from parquet_keytools.iceberg.claims import TablePlaces
 from parquet_keytools.iceberg.file_io import EncryptedFileIO, EncryptedInputFile
-from parquet_keytools.iceberg.key_rotation import KeyChanges
+from parquet_keytools.iceberg.key_chain import KeyChanges
 from parquet_keytools.iceberg.manifests import ListedFile
 from parquet_keytools.iceberg.metadata import MAX_METADATA_BYTES, StandardKeyMetadata, read_document
 from parquet_keytools.runtime.threads_and_forks import share_with_arrow
@@ -48,9 +47,7 @@ _IDENTITIES = ("snapshot-id", "schema-id", "spec-id", "order-id")
 class StoredFileIO(FileIO):
     """Reads and writes files of a table as they are stored: metadata files in plaintext, and ciphertext.
 
-    Args:
-        reader: Reads the table.
-        places: Where it may write and delete; None for a new table, which lies where its creator says.
+    `places` are where it may write and delete; None for a new table, which lies where its creator says.
     """
 
     def __init__(self, reader: EncryptedFileIO, places: TablePlaces | None) -> None:
@@ -76,13 +73,7 @@ class StoredFileIO(FileIO):
 
 
 class WritingFileIO(FileIO):
-    """Reads like another FileIO, and encrypts what it writes: `.avro` as AGS1, `.parquet` as Parquet.
-
-    Args:
-        reader: Decrypts files that were written elsewhere; replaced when the table is refreshed.
-        length_bits: The length of new keys.
-        places: Where it may write.
-    """
+    """Reads like another FileIO, and encrypts what it writes: `.avro` as AGS1, `.parquet` as Parquet."""
 
     def __init__(self, reader: EncryptedFileIO, length_bits: int, places: TablePlaces) -> None:
         super().__init__(reader.properties)
@@ -236,12 +227,7 @@ class _ParquetOutput(io.BytesIO):
 
 
 class MetadataFiles:
-    """The metadata files of one commit, through a catalog that writes them itself: SQL, Hive, Glue, DynamoDB.
-
-    Args:
-        storage: Reads and writes them.
-        changes: What the commit changes about the keys.
-    """
+    """The metadata files of one commit, through a catalog that writes them itself: SQL, Hive, Glue, DynamoDB."""
 
     def __init__(self, storage: FileIO, changes: KeyChanges) -> None:
         self.storage = storage
@@ -249,11 +235,7 @@ class MetadataFiles:
         self._written: list[str] = []
 
     def write(self, metadata: TableMetadata, location: str) -> None:
-        """Write a metadata file: the file before it plus what changed.
-
-        `OutputError` if it cannot be written, or would lose keys of snapshots; `CommitFailedException` if another
-        commit changed the same keys.
-        """
+        """Write a metadata file: the file before it plus what changed."""
         document = dumped(metadata)
         keys_before: dict[int, str] = {}
         if metadata.metadata_log:
@@ -301,16 +283,14 @@ class MetadataFiles:
                 continue
             is_ours = False
             with contextlib.suppress(Exception):
-                is_ours = places.has_metadata(dropped) and self._is_of_table(dropped, after)
+                if places.has_metadata(dropped):
+                    with self.storage.new_input(dropped).open() as file:
+                        document = read_document(file.read(MAX_METADATA_BYTES + 1), dropped)
+                    is_ours = document.get("table-uuid") == str(after.table_uuid)
                 if is_ours:
                     self.storage.delete(dropped)
             if not is_ours:
                 _log.warning("the metadata log names %s, which is not deleted: it may be another table's", dropped)
-
-    def _is_of_table(self, location: str, metadata: TableMetadata) -> bool:
-        with self.storage.new_input(location).open() as file:
-            content = file.read(MAX_METADATA_BYTES + 1)
-        return read_document(content, location).get("table-uuid") == str(metadata.table_uuid)
 
 
 def refuse_hashed(parameters: Mapping[str, str] | None) -> None:

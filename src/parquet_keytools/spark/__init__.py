@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from parquet_keytools.spark.bridge_jar import build_jar
-from parquet_keytools.spark.session import PLAINTEXT_FILES, configure, configure_session, session_settings
+from parquet_keytools.spark.session import (
+    PLAINTEXT_FILES,
+    build_jar,
+    configure,
+    configure_session,
+    session_settings,
+)
 
 __all__ = ["PLAINTEXT_FILES", "build_jar", "configure", "configure_session", "session_settings"]

@@ -1,15 +1,18 @@
-"""The process beside a JVM of Spark that asks the KMS: `python -m parquet_keytools.spark.kms_worker`.
+"""The process beside a JVM of Spark that calls the KMS: `python -m parquet_keytools.spark.kms_worker`.
 
-It takes requests on stdin and answers on stdout (`transport`), and ends with the end of stdin. What it says to
-people goes to stderr, which the JVM logs.
+It takes requests on stdin and answers on stdout; the JVM logs its stderr. A frame is the length of the rest (4
+bytes, big endian), a request id (8), an operation or a status (1), and the content; `WorkerProcess.java` is the
+other side.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import os
 import signal
+import struct
 import sys
 import threading
 import time
@@ -17,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -27,33 +31,113 @@ from parquet_keytools.iceberg.key_chain import IcebergKeys
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsClient, UnwrapRequest, WrapRequest
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.spark.table_options import TableRequests, WriteRequests, id_of_jvm
-from parquet_keytools.spark.transport import (
-    PREAMBLE,
-    Frame,
-    KeyRequest,
-    MalformedFrameError,
-    Operation,
-    Status,
-    frame_bytes,
+from parquet_keytools.spark.session import (
     kms_for_spark,
     prove_keys,
-    read_frame,
-    read_key_request,
     received_configuration,
     refuse_generated_keys,
 )
+from parquet_keytools.spark.table_options import TableRequests, WriteRequests, id_of_jvm
 
 THREADS = 32
 """How many requests are answered at a time."""
 
 
-class KmsWorker:
-    """Answers requests with the KMS of one configuration.
+PREAMBLE = b"\x89PKTW1\r\n"
+"""What a worker sends before its first frame; what Python's start-up may print comes before that."""
 
-    Nothing else may be written to `answers`. The client is that of the configuration in the first frame, if none
-    is given.
-    """
+MOST_BYTES = 1 << 24
+"""Of a frame, its length not counted."""
+
+_LENGTH = struct.Struct(">I")
+_HEADER = struct.Struct(">QB")
+_NAME_LENGTH = struct.Struct(">H")
+
+
+class Operation(enum.IntEnum):
+    """Kinds of requests."""
+
+    START = 1
+    WRAP = 2
+    UNWRAP = 3
+    STATISTICS = 4
+    CHECK = 5
+    WRAP_KEK = 6
+    UNWRAP_KEK = 7
+    CHECK_WRITE = 8
+
+
+class Status(enum.IntEnum):
+    """Kinds of answers."""
+
+    OK = 0
+    DENIED = 1
+    FAILED = 2
+
+
+class MalformedFrameError(ValueError):
+    """A stream is not frames, or the content of a frame is not a request."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One request, or its answer with the same id; `kind` is an `Operation` or a `Status`."""
+
+    request_id: int
+    kind: int
+    content: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class KeyRequest:
+    """A request to wrap or unwrap: a master key as files name it, and a key or a wrapped key."""
+
+    master_key_id: str
+    key: bytes = field(repr=False)
+
+
+def read_frame(stream: BinaryIO) -> Frame | None:
+    """Return the next frame, or None at the end of the stream."""
+    start = stream.read(_LENGTH.size)
+    if not start:
+        return None
+    if len(start) < _LENGTH.size:
+        raise MalformedFrameError("the stream ends within the length of a frame")
+    (length,) = _LENGTH.unpack(start)
+    if not _HEADER.size <= length <= MOST_BYTES:
+        raise MalformedFrameError(f"a frame cannot have {length} bytes")
+    rest = stream.read(length)
+    if len(rest) < length:
+        raise MalformedFrameError(f"the stream ends after {len(rest)} of the {length} bytes of a frame")
+    request_id, kind = _HEADER.unpack_from(rest)
+    return Frame(request_id, kind, rest[_HEADER.size :])
+
+
+def frame_bytes(frame: Frame) -> bytes:
+    """Return the bytes of a frame."""
+    length = _HEADER.size + len(frame.content)
+    return _LENGTH.pack(length) + _HEADER.pack(frame.request_id, frame.kind) + frame.content
+
+
+def read_key_request(content: bytes) -> KeyRequest:
+    """Parse a request to wrap or unwrap; errors do not quote it."""
+    if len(content) < _NAME_LENGTH.size:
+        raise MalformedFrameError("the request has no master key id")
+    (length,) = _NAME_LENGTH.unpack_from(content)
+    name = content[_NAME_LENGTH.size : _NAME_LENGTH.size + length]
+    if len(name) < length:
+        raise MalformedFrameError("the request ends within its master key id")
+    try:
+        text = name.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if not text:
+        raise MalformedFrameError("the request's master key id is empty, or not UTF-8")
+    return KeyRequest(text, content[_NAME_LENGTH.size + length :])
+
+
+class KmsWorker:
+    """Answers requests with a KMS client, or with the KMS of the configuration in the first frame."""
 
     def __init__(self, requests: BinaryIO, answers: BinaryIO, kms: KmsClient | None = None) -> None:
         self._requests = requests
@@ -68,7 +152,7 @@ class KmsWorker:
             self._work |= _key_work(kms)
 
     def run(self) -> int:
-        """Serve until the end of the requests; returns the exit status."""
+        """Serve until the end of the requests, and return the exit status."""
         pool = ThreadPoolExecutor(THREADS)
         try:
             while (frame := read_frame(self._requests)) is not None:
@@ -87,7 +171,12 @@ class KmsWorker:
 
     def _answer(self, frame: Frame) -> None:
         try:
-            status, content = Status.OK, self._work_for(frame.kind)(frame.content)
+            if frame.kind not in self._work:
+                # Unknown operations are of a jar of another version.
+                is_known = frame.kind in set(Operation)
+                what = "was given no configuration" if is_known else f"knows no operation {frame.kind}"
+                raise ConfigurationError(f"the worker {what}")
+            status, content = Status.OK, self._work[frame.kind](frame.content)
         except (KeytoolsError, MalformedFrameError) as error:
             # Denied: parquet-java reads the other columns then.
             status = Status.DENIED if isinstance(error, KEY_REFUSALS) else Status.FAILED
@@ -100,14 +189,6 @@ class KmsWorker:
         with self._answers_lock, suppress(OSError):
             self._answers.write(data)
             self._answers.flush()
-
-    def _work_for(self, operation: int) -> Callable[[bytes], bytes]:
-        if operation in self._work:
-            return self._work[operation]
-        if operation in set(Operation):
-            raise ConfigurationError("the worker was given no configuration")
-        # The jar is of another version than this.
-        raise ConfigurationError(f"the worker knows no operation {operation}")
 
     def _start(self, content: bytes) -> bytes:
         folder, _, text = content.partition(b"\n")
@@ -147,8 +228,6 @@ class KmsWorker:
 
 
 def _key_work(kms: KmsClient) -> dict[int, Callable[[bytes], bytes]]:
-    """Return what wraps and unwraps the keys of files."""
-
     def wrap(content: bytes) -> bytes:
         request = read_key_request(content)
         wanted = WrapRequest(_key_to_wrap(request), id_of_jvm(kms, request.master_key_id))
@@ -163,10 +242,7 @@ def _key_work(kms: KmsClient) -> dict[int, Callable[[bytes], bytes]]:
 
 
 def _check_write(writes: WriteRequests, kms: KmsClient, content: bytes) -> bytes:
-    """Compare a write with its table; return the options that name its keys, as JSON.
-
-    Where the request says so, the KMS wraps a key with each of the master keys first.
-    """
+    """Compare a write with its table, prove its keys if asked, and return the options that name them, as JSON."""
     master_key_ids, options = writes.check(content)
     if json.loads(content).get("keys"):
         prove_keys(kms, master_key_ids)
@@ -184,7 +260,7 @@ def _say(text: str) -> None:
 
 
 def _log_to_stderr() -> None:
-    """Let what we log, the audit log too, go to the log of the JVM; what others log may hold secrets."""
+    """Pass on our logs, the audit log too, to the log of the JVM; logs of other packages may hold secrets."""
     logging.getLogger().addHandler(logging.NullHandler())
     ours = logging.getLogger("parquet_keytools")
     handler = logging.StreamHandler(sys.stderr)

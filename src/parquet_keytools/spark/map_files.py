@@ -1,10 +1,7 @@
-"""One function called for every file of a data set, by the tasks of a Spark job.
+"""One function called for every file of a data set, by the tasks of a Spark job; `pipelines` stands on it.
 
-All commands of `pipelines` stand on `Job.map_files`. Paths, sizes, wrapped keys and a configuration without its
-secrets travel to the tasks; each Python worker makes its own KMS client, and keeps it from task to task.
-
-Limits of the KMS hold for the whole cluster: a job with such limits has no more tasks than these allow, and each
-task gets its share of them.
+Paths, sizes, wrapped keys and a configuration without its secrets travel to the tasks; each Python worker makes
+its own KMS client. Limits of the KMS hold for the whole cluster: each task gets its share of them.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import math
 import os
 import pickle
 import re
-import threading
 import time
 import uuid
 import zlib
@@ -45,7 +41,7 @@ from parquet_keytools.kms.named import each_kms, kmss_of
 from parquet_keytools.kms.registry import make_client
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
 from parquet_keytools.runtime.presentation import expanded
-from parquet_keytools.spark.transport import carried, carried_file, received_configuration, refuse_generated_keys
+from parquet_keytools.spark.session import carried, carried_file, received_configuration, refuse_generated_keys
 from parquet_keytools.storage.locations import FileLocation, PathLike
 
 if TYPE_CHECKING:
@@ -60,7 +56,7 @@ FAILED = "failed"
 
 
 class NamedFile(NamedTuple):
-    """A file of a data set: its path within the root, empty where the root is the file itself; and its length."""
+    """A file of a data set, by its path within the root; the path is empty if the root is the file itself."""
 
     name: str
     size_bytes: int
@@ -68,19 +64,7 @@ class NamedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a file; `report.files` has a row for it, with all but `other`.
-
-    Attributes:
-        path: The file.
-        outcome: In a word or two.
-        detail: More about it, for people.
-        keys: Its keys, as far as the command has something to say of them.
-        bytes: Length of the file.
-        seconds: How long it took.
-        error_class: Name of the error's class, where it failed.
-        error: The error's text.
-        other: What else the command wants to know of the file.
-    """
+    """What became of a file, which failed if it has an error; `other` is not in the rows of `report.files`."""
 
     path: str
     outcome: str
@@ -94,7 +78,7 @@ class Outcome:
 
     @classmethod
     def of_error(cls, path: str, error: Exception, outcome: str = FAILED, size_bytes: int = 0) -> Outcome:
-        """Return the outcome for a file on which an error occurred."""
+        """Return the outcome of a file that failed."""
         text = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -102,24 +86,15 @@ class Outcome:
 
 
 FileFunction = Callable[["Worker", FileLocation, NamedFile], Outcome]
-"""Called in a task for a file, with its location; must pickle and hold no secret. An error makes the file fail."""
+"""Called in a task for a file; must pickle and hold no secret. If it raises an error, the file fails."""
 
 
-@dataclass(frozen=True)
-class CarriedKeys:
-    """What makes the keys of a configuration again in a worker. Holds no secret.
-
-    Attributes:
-        job_id: Each job has caches of its own.
-        configuration: As `carried` returned it.
-        tasks: The number of tasks that share the limits of the KMS.
-        new_configuration: The configuration that new keys come from; None for the same.
-    """
+class CarriedKeys(NamedTuple):
+    """What makes the keys of a job again in a worker: no secret. `tasks` share the limits of the KMS."""
 
     job_id: str
     configuration: str
     tasks: int
-    new_configuration: str | None = None
 
 
 # --- the driver ---
@@ -136,9 +111,10 @@ _MOST_SECONDS_TO_END = 60.0
 
 
 class Job:
-    """A command over the data set at `root`, as one Spark job or several; closes its KMS clients with its block.
+    """A command over the data set at `root`, as one Spark job or several; closes its KMS client with its block.
 
-    New keys come from `new_configuration`, if there is one.
+    Raises:
+        ConfigurationError: Spark or its executors cannot use the configuration.
     """
 
     def __init__(
@@ -146,12 +122,10 @@ class Job:
         spark: SparkSession,
         path: PathLike,
         configuration: Configuration | PathLike,
-        new_configuration: Configuration | PathLike | None = None,
         *,
         file_on_nodes: str | None = None,
         max_tasks: int | None = None,
     ) -> None:
-        """Begin; raise `ConfigurationError` where Spark or its executors cannot use a configuration."""
         try:
             self._context: Any = spark.sparkContext
             self._cores = int(self._context.defaultParallelism)
@@ -159,27 +133,24 @@ class Job:
             raise ConfigurationError(
                 "the session has no SparkContext: pipelines need a classic session, not one of Spark Connect."
             ) from None
+        if not isinstance(configuration, Configuration):
+            configuration = load_configuration(configuration)
         self.session = spark
         self.started = time.monotonic()
         self._place = place_of(path)
         self.root = node_location(self._place)
-        self.configuration = _loaded(configuration)
-        self.new_configuration = None if new_configuration is None else _loaded(new_configuration)
+        self.configuration = configuration
         self._file_on_nodes = file_on_nodes
         self._job_id = uuid.uuid4().hex
         # Wrong names of keys are found here, and not on every executor.
-        self.keys = KeyService(self.configuration, None, time.monotonic)
-        self.new_keys = self.keys
-        if self.new_configuration is not None:
-            self.new_keys = KeyService(self.new_configuration, None, time.monotonic)
-        for service in (self.keys, self.new_keys):
-            refuse_generated_keys(service.kms)
+        self.keys = KeyService(configuration, None, time.monotonic)
+        refuse_generated_keys(self.keys.kms)
         # A speculative copy of a task calls the KMS, too.
         speculates = self._context.getConf().get("spark.speculation", "false").lower() == "true"
         self._attempts_at_a_time = 2 if speculates else 1
         self._most_tasks = self._limit_of_tasks(max_tasks)
         self.kms_keys: Counter[str] = Counter()
-        """The number of keys that the KMS was asked for, by operation; complete after the end."""
+        """The number of keys in requests to the KMS, by operation; complete after the end."""
         self._is_kms_seen = False
         self.tasks = 0
 
@@ -187,19 +158,18 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kms_keys += _kms_counts(self.keys, self.new_keys)
-        _close(self.keys, self.new_keys)
+        self.kms_keys += _kms_counts(self.keys)
+        if self.keys.kms is not None:
+            self.keys.kms.close()
 
     def _limit_of_tasks(self, max_tasks: int | None) -> int | None:
-        """Return how many tasks there may be; None for any number."""
         limits = [] if max_tasks is None else [max_tasks]
-        for configuration in (self.configuration, self.new_configuration):
-            for kms in _remote_kmss(configuration):
-                if "max_concurrent_calls" in kms.model_fields_set:
-                    limits.append(max(1, kms.max_concurrent_calls // self._attempts_at_a_time))
-                if kms.max_calls_per_second is not None and max_tasks is None:
-                    # More tasks would only make the share of each smaller.
-                    limits.append(self._cores)
+        for kms in _remote_kmss(self.configuration):
+            if "max_concurrent_calls" in kms.model_fields_set:
+                limits.append(max(1, kms.max_concurrent_calls // self._attempts_at_a_time))
+            if kms.max_calls_per_second is not None and max_tasks is None:
+                # More tasks would only make the share of each smaller.
+                limits.append(self._cores)
         return min(limits, default=None)
 
     def map_files(
@@ -208,12 +178,8 @@ class Job:
         """Call a function for every file in tasks, and yield each file with its outcome when all tasks have ended.
 
         A file on which the function raises an error has failed; the others are processed all the same. Spark may
-        run a task again, also at the same time: the function writes files as a whole, or not at all.
-
-        Args:
-            what: What it does, for the web UI.
-            function: What to do with a file.
-            files: The files; those that are named after each other are likely to be in one task.
+        run a task again, also at the same time: the function writes files as a whole, or not at all. Neighbours
+        in `files` are likely to be in one task. `what` is for the web UI.
 
         Raises:
             ConfigurationError: An executor cannot use the configuration.
@@ -226,8 +192,7 @@ class Job:
         pieces = _cut(files, self._number_of_tasks(files))
         at_a_time = len(pieces) if self._most_tasks is not None else min(len(pieces), self._cores)
         text = carried(self.configuration) if self._file_on_nodes is None else carried_file(self._file_on_nodes)
-        new = None if self.new_configuration is None else carried(self.new_configuration)
-        keys = CarriedKeys(self._job_id, text, at_a_time * self._attempts_at_a_time, new)
+        keys = CarriedKeys(self._job_id, text, at_a_time * self._attempts_at_a_time)
         results = self._run(what, partial(_run_tasks, function, keys, self._place), pieces)
         self.tasks += len(pieces)
         for result in results:
@@ -280,14 +245,10 @@ class Job:
             for name, value in before.items():
                 context.setLocalProperty(name, value)
             if self._attempts_at_a_time > 1:
-                # Where Spark is gone, so are its tasks.
+                # If Spark is gone, so are its tasks.
                 with contextlib.suppress(Exception):
                     _wait_for_attempts(context.statusTracker(), group)
         return found
-
-
-def _loaded(configuration: Configuration | PathLike) -> Configuration:
-    return configuration if isinstance(configuration, Configuration) else load_configuration(configuration)
 
 
 def _cut(files: Sequence[NamedFile], number: int) -> list[list[NamedFile]]:
@@ -304,10 +265,7 @@ def _cut(files: Sequence[NamedFile], number: int) -> list[list[NamedFile]]:
 
 
 def _wait_for_attempts(tracker: Any, group: str) -> None:
-    """Wait for the copies of tasks that came too late: until Spark has ended them, they write.
-
-    They could undo what is done with the files next.
-    """
+    """Wait for late copies of tasks: until Spark ends them, they write, and could undo what is done next."""
     end = time.monotonic() + _MOST_SECONDS_TO_END
     jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
     for stage_id in [stage for job in jobs if job is not None for stage in job.stageIds]:
@@ -319,7 +277,7 @@ def _wait_for_attempts(tracker: Any, group: str) -> None:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the one line of Spark's many that says why."""
+    """Return the line of Spark's error that gives the reason."""
     cause: Any = getattr(error, "java_exception", None)
     text = str(error)
     if cause is not None:
@@ -338,11 +296,7 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def place_of(path: PathLike) -> str:
-    """Return a path or URI as it goes to executors.
-
-    Raises:
-        ConfigurationError: There are credentials in it: tasks are sent as they are, and Spark may log them.
-    """
+    """Return a path or URI for executors; refuse credentials in it: Spark may log what it sends."""
     text = os.fspath(path)
     if not _URI.match(text):
         return str(expanded(text).absolute())
@@ -355,7 +309,7 @@ def place_of(path: PathLike) -> str:
 
 
 def node_location(place: str) -> FileLocation:
-    """Return where a place is, with this node's credentials; refuse a URI that pyarrow does not know."""
+    """Resolve a place with this node's credentials; refuse a URI that pyarrow does not know."""
     try:
         return FileLocation.resolve(place)
     except (ValueError, NotImplementedError):
@@ -382,7 +336,7 @@ def _run_tasks(
             # The same on every node, or a problem of the nodes: another attempt would not help.
             yield without_frames(error)
             return
-        before = _kms_counts(worker.keys, worker.new_keys)
+        before = _kms_counts(worker.keys)
         outcomes: list[Outcome] = []
         for file in piece:
             location = file_at(root, file.name)
@@ -392,7 +346,7 @@ def _run_tasks(
                 reason = f"not started, because the KMS was unavailable before: {worker.unavailable}"
                 kind = KmsUnavailableError.__name__
                 outcomes.append(Outcome(str(location), FAILED, error_class=kind, error=reason))
-        asked = _kms_counts(worker.keys, worker.new_keys) - before
+        asked = _kms_counts(worker.keys) - before
         yield zlib.compress(pickle.dumps((outcomes, asked)), level=1)
 
 
@@ -409,11 +363,11 @@ def _outcome(function: FileFunction, worker: Worker, location: FileLocation, fil
 
 
 class WorkerKeyService(KeyService):
-    """A key service that lives as long as a job, and remembers which keys the last new file of a thread got."""
+    """A key service that lives as long as a job, and remembers which keys the last new file got."""
 
     def __init__(self, configuration: Configuration, kms: KmsClient | None) -> None:
         super().__init__(configuration, kms, time.monotonic)
-        self._last = threading.local()
+        self._last: NewFileKeys | None = None
 
     def clear_caches(self) -> None:
         """Do nothing: caches are new with each job, and are for all of its files."""
@@ -422,14 +376,12 @@ class WorkerKeyService(KeyService):
         self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
     ) -> NewFileKeys:
         """Make the keys of a new file; see `KeyService.new_file_keys`."""
-        new = super().new_file_keys(policy, location, reference_suffix)
-        self._last.keys = new
-        return new
+        self._last = super().new_file_keys(policy, location, reference_suffix)
+        return self._last
 
     def take_last_keys(self) -> list[dict[str, Any]]:
-        """Return the master keys of this thread's last new file, each with its version and its number of keys."""
-        new: NewFileKeys | None = getattr(self._last, "keys", None)
-        self._last.keys = None
+        """Return the master keys of the last new file, with versions and numbers of keys, and forget them."""
+        new, self._last = self._last, None
         if new is None or self.kms is None:
             return []
         counts: Counter[tuple[str, str | None]] = Counter()
@@ -451,15 +403,20 @@ class Worker:
     """The keys of a job in this process, and what its tasks keep for the next task here."""
 
     def __init__(self, carried: CarriedKeys, position: int) -> None:
-        self.keys = _service(carried.configuration, carried.tasks)
-        self.new_keys = self.keys
-        if carried.new_configuration is not None:
-            self.new_keys = _service(carried.new_configuration, carried.tasks)
+        from pyspark import SparkFiles, TaskContext
+
+        folder = Path(SparkFiles.getRootDirectory()) if TaskContext.get() is not None else Path.cwd()
+        configuration = received_configuration(carried.configuration, folder)
+        kms = None
+        if configuration.kms is not None:
+            shared = each_kms(configuration.kms, partial(_shared, tasks=carried.tasks))
+            kms = make_client(shared, configuration.folder)
+        self.keys = WorkerKeyService(configuration, kms)
         self.unavailable: str | None = None
         """Why the KMS could not be reached. Then this process begins no other file of the job."""
         self._kept: dict[str, Any] = {}
         # Tasks that start together do not all call the KMS at once.
-        slowest = [kms.max_calls_per_second or math.inf for kms in _remote_kmss(self.new_keys.configuration)]
+        slowest = [kms.max_calls_per_second or math.inf for kms in _remote_kmss(configuration)]
         time.sleep(position % carried.tasks / min(slowest, default=math.inf))
 
     def keep(self, name: str, make: Callable[[], T]) -> T:
@@ -470,29 +427,18 @@ class Worker:
         return kept
 
 
-_workers: dict[tuple[str, int], Worker] = {}
+_workers: dict[CarriedKeys, Worker] = {}
 
 
 def _worker(carried: CarriedKeys, position: int) -> Worker:
     """Return the keys of a job, or raise `ConfigurationError`; the keys of an earlier job are forgotten."""
-    key = carried.job_id, carried.tasks
-    if key not in _workers:
-        for worker in _workers.values():
-            _close(worker.keys, worker.new_keys)
-        _workers.clear()
-        _workers[key] = Worker(carried, position)
-    return _workers[key]
-
-
-def _service(text: str, tasks: int) -> WorkerKeyService:
-    from pyspark import SparkFiles, TaskContext
-
-    folder = Path(SparkFiles.getRootDirectory()) if TaskContext.get() is not None else Path.cwd()
-    configuration = received_configuration(text, folder)
-    kms = (
-        None if configuration.kms is None else make_client(_shared(configuration.kms, tasks), configuration.folder)
-    )
-    return WorkerKeyService(configuration, kms)
+    if carried not in _workers:
+        while _workers:
+            _, worker = _workers.popitem()
+            if worker.keys.kms is not None:
+                worker.keys.kms.close()
+        _workers[carried] = Worker(carried, position)
+    return _workers[carried]
 
 
 _CALLS_TO_WAIT_FOR = 20
@@ -501,18 +447,12 @@ _CALLS_TO_WAIT_FOR = 20
 _MOST_SECONDS = 3600.0
 
 
-def _remote_kmss(configuration: Configuration | None) -> list[RemoteKmsSettings]:
-    """Return the settings of each KMS across a network."""
-    found = kmss_of(None if configuration is None else configuration.kms)
-    return [kms for kms in found if isinstance(kms, RemoteKmsSettings)]
+def _remote_kmss(configuration: Configuration) -> list[RemoteKmsSettings]:
+    return [kms for kms in kmss_of(configuration.kms) if isinstance(kms, RemoteKmsSettings)]
 
 
 def _shared(settings: KmsSettings, tasks: int) -> KmsSettings:
-    """Return the settings of KMS clients that share the limits with the other tasks."""
-    return each_kms(settings, partial(_shared_one, tasks=tasks))
-
-
-def _shared_one(settings: KmsSettings, tasks: int) -> KmsSettings:
+    """Return the settings of a KMS client that shares the limits with the other tasks."""
     if not isinstance(settings, RemoteKmsSettings) or tasks <= 1:
         return settings
     shared = settings.shared_by(tasks)
@@ -523,16 +463,5 @@ def _shared_one(settings: KmsSettings, tasks: int) -> KmsSettings:
     return shared.model_copy(update={"timeout_seconds": max(settings.timeout_seconds, patience)})
 
 
-def _kms_counts(*services: KeyService) -> Counter[str]:
-    """Return the number of keys that the KMS was asked for in this process, by operation."""
-    counts: Counter[str] = Counter()
-    for service in {id(service): service for service in services}.values():
-        if service.kms is not None:
-            counts += service.kms.call_counts
-    return counts
-
-
-def _close(*services: KeyService) -> None:
-    for service in services:
-        if service.kms is not None:
-            service.kms.close()
+def _kms_counts(service: KeyService) -> Counter[str]:
+    return Counter() if service.kms is None else Counter(service.kms.call_counts)

@@ -1,8 +1,4 @@
-"""Commands over whole data sets as Spark jobs; the module encryptor works on each file, in a Python task.
-
-Each takes a session and returns a report, whose `files` is a DataFrame with a row for each file. After an
-interruption the same call is made again: see each function.
-"""
+"""Commands over whole data sets as Spark jobs; the module encryptor works on each file, in a Python task."""
 
 from __future__ import annotations
 
@@ -71,7 +67,7 @@ from parquet_keytools.spark.map_files import (
     node_location,
     place_of,
 )
-from parquet_keytools.spark.transport import prove_keys
+from parquet_keytools.spark.session import prove_keys
 from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation, PathLike
 from parquet_keytools.storage.outputs import write_whole
 from parquet_keytools.storage.walk import BehindLink, Entry, LeftOut, ParquetFile, data_set, data_set_in_place
@@ -98,7 +94,7 @@ KEY = pa.struct(
         ("data_key", pa.string()),
     ]
 )
-"""Keys of a file. What a command has nothing to say of is null."""
+"""A key of a file; null where a command does not know it."""
 
 FILE_ROWS = pa.schema(
     [
@@ -112,19 +108,9 @@ FILE_ROWS = pa.schema(
         ("error", pa.string()),
     ]
 )
-"""A row for each file."""
 
-RULE_ROWS = pa.schema(
-    [
-        ("file", pa.string()),
-        ("rule", pa.string()),
-        ("severity", pa.string()),
-        ("outcome", pa.string()),
-        ("message", pa.string()),
-        ("place", pa.string()),
-        ("offset", pa.int64()),
-    ]
-)
+_TEXTS = ("file", "rule", "severity", "outcome", "message", "place")
+RULE_ROWS = pa.schema([*((name, pa.string()) for name in _TEXTS), ("offset", pa.int64())])
 """A row for each rule and file, or for each finding; rules about the data set as a whole have its path."""
 
 _ROWS_PER_PART = 4096
@@ -242,7 +228,7 @@ def _frame(session: SparkSession, parts: Sequence[bytes], schema: pa.Schema) -> 
 
 
 class _Report:
-    """The outcomes of a job's files, as they come."""
+    """The outcomes of a job's files, as they arrive."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -254,30 +240,20 @@ class _Report:
             self.outcomes[outcome.outcome] += 1
             self._rows.add([{name: getattr(outcome, name) for name in FILE_ROWS.names}])
 
+    def map_files(self, what: str, function: FileFunction, files: Sequence[NamedFile]) -> None:
+        self.add(outcome for _, outcome in self._job.map_files(f"{what} {self._job.root}", function, files))
+
     def finished(self) -> PipelineReport:
-        """Return the report, after the end of the job."""
-        job = self._job
-        return PipelineReport(
-            job.session,
-            self._rows.packed(),
-            self.outcomes,
-            job.kms_keys,
-            job.tasks,
-            time.monotonic() - job.started,
-        )
+        job, seconds = self._job, time.monotonic() - self._job.started
+        return PipelineReport(job.session, self._rows.packed(), self.outcomes, job.kms_keys, job.tasks, seconds)
 
 
 def _listed(
     root: FileLocation, *, follow_links: bool | None = None, with_key_material: bool = False
 ) -> tuple[list[NamedFile], list[LeftOut], list[Outcome]]:
-    """List a data set: its files, what is left out, and what could not be looked into or is behind links.
+    """List a data set: its files, what is left out, and what could not be checked or is behind links.
 
-    `follow_links` says whether files are changed in place, and then whether also files are that links lead to,
-    outside of the root. `with_key_material` as in `storage.walk.data_set`.
-
-    Raises:
-        FileNotFoundError: There is no such file or folder.
-        NoParquetFilesError: The folder has no Parquet files, and nothing that may hold some.
+    For changes in place, `follow_links` says whether files outside the root, behind links, are changed, too.
     """
     files: list[NamedFile] = []
     left_out: list[LeftOut] = []
@@ -301,7 +277,6 @@ def _listed(
 
 # --- encrypt ---
 
-ENCRYPTED = "encrypted"
 FINISHED_BEFORE = "finished before"
 LEFT_OUT = "skipped"
 
@@ -352,8 +327,7 @@ def encrypt(
         ParquetFormatError: The source has no Parquet files.
         SparkJobFailedError: Spark gave the job up.
     """
-    target_place = place_of(target)
-    target_root = node_location(target_place)
+    target_root = node_location(place_of(target))
     with Job(spark, source, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         name, table = job.configuration.select_table(table_name)
         if table.key_material == "external" and target_root.filesystem.type_name in OBJECT_STORES:
@@ -362,27 +336,18 @@ def encrypt(
                 "that keeps two attempts of one file from mixing their keys.",
                 hint="Set `key_material: internal`.",
             )
-        encrypt_one = partial(
-            _convert,
-            convert=partial(conversion.encrypt_file, threads=1),
-            outcome=ENCRYPTED,
-            target_place=target_place,
-            table_name=name,
-            overwrite=overwrite or not skip_existing,
-            skip_existing=skip_existing,
-        )
-        check = TableCheck(job.configuration, name, ignores_case=True)
         plan = plan_files(job.root, target_root, overwrite=overwrite or skip_existing)
-        check.refuse_folder_names(plan.paths_in_folder)
+        TableCheck(job.configuration, name, ignores_case=True).refuse_folder_names(plan.paths_in_folder)
         _refuse_table_mistakes(job.keys, name, [file.source for file in plan.files])
-        return _mirror(job, f"encrypt {job.root}", encrypt_one, plan, target_root)
+        encrypt_file = partial(conversion.encrypt_file, table_name=name, threads=1)
+        replaces = overwrite or not skip_existing
+        return _mirror(job, "encrypt", encrypt_file, plan, target, {}, replaces, skip_existing)
 
 
 def _refuse_table_mistakes(keys: KeyService, table_name: str, files: Sequence[FileLocation]) -> None:
     """Raise before the job what every file would fail with: the table's columns, or a master key that is refused.
 
-    The first, the middle and the last file show whether the table fits. If it fits one of them, a mistake is of
-    single files, and their rows say so.
+    If the table fits the first, the middle or the last file, single files fail, and their rows say so.
     """
     mistake: ConfigurationError | None = None
     for file in {str(files[at]): files[at] for at in (0, len(files) // 2, -1)}.values() if files else ():
@@ -401,38 +366,40 @@ def _refuse_table_mistakes(keys: KeyService, table_name: str, files: Sequence[Fi
         raise mistake
 
 
+def _files_of(plan: FilePlan) -> list[NamedFile]:
+    is_folder = plan.source_is_folder
+    return [NamedFile(file.path_in_folder if is_folder else "", file.size_bytes) for file in plan.files]
+
+
 def _mirror(
     job: Job,
     what: str,
-    convert: FileFunction,
+    convert: Callable[..., FileResult],
     plan: FilePlan,
-    target: FileLocation,
-    copies: Callable[[list[NamedFile]], Mapping[NamedFile, Outcome]] = lambda _: {},
+    target: PathLike,
+    refused: Mapping[NamedFile, Outcome],
+    overwrite: bool,
+    skip_existing: bool,
 ) -> PipelineReport:
-    """Convert the files of a plan, and write `_SUCCESS` last if every file is there.
-
-    `copies` returns files that fail because they are copies of others, or for another reason.
-    """
-    success, report = SUCCESS_FILE, _Report(job)
-    files = [
-        NamedFile(file.path_in_folder if plan.source_is_folder else "", file.size_bytes) for file in plan.files
-    ]
-    refused = copies(files)
+    """Convert the files of a plan but the refused ones, and write `_SUCCESS` last if every file is there."""
+    report, place = _Report(job), place_of(target)
+    success = node_location(place).child(SUCCESS_FILE)
     report.add(refused.values())
     if plan.source_is_folder:
         with contextlib.suppress(FileNotFoundError):
             # Until all is done, the target is not complete.
-            target.filesystem.delete_file(target.child(success).path)
-    left = [file for file in files if file not in refused]
-    report.add(outcome for _, outcome in job.map_files(what, convert, left))
+            success.filesystem.delete_file(success.path)
+    convert = partial(convert, overwrite=overwrite, skip_existing=skip_existing)
+    convert_one = partial(_convert, convert=convert, outcome=f"{what}ed", target_place=place)
+    report.map_files(what, convert_one, [file for file in _files_of(plan) if file not in refused])
     report.add(
         Outcome(entry.path, LEFT_OUT, entry.reason.value)
         for entry in plan.left_out
-        if entry.location.path != job.root.child(success).path
+        if entry.location.path != job.root.child(SUCCESS_FILE).path
     )
     report.add(Outcome.of_error(unseen.path, unseen.error) for unseen in plan.unseen)
     if plan.source_is_folder and not report.outcomes[FAILED]:
-        write_whole(target.child(success), b"")
+        write_whole(success, b"")
     return report.finished()
 
 
@@ -444,7 +411,6 @@ def _convert(
     convert: Callable[..., FileResult],
     outcome: str,
     target_place: str,
-    **options: Any,
 ) -> Outcome:
     """Convert a file. Another attempt of the task may do the same at the same time: both end well."""
     target = file_at(node_location(target_place), file.name)
@@ -452,7 +418,7 @@ def _convert(
         target.filesystem.create_dir(target.path.rpartition("/")[0], recursive=True)
     for tries_left in reversed(range(_TRIES)):
         try:
-            result = convert(worker.keys, source, target, **options)
+            result = convert(worker.keys, source, target)
             break
         except OutputError:
             # The other attempt put the same file there meanwhile, or its key material file.
@@ -465,7 +431,6 @@ def _convert(
 
 # --- decrypt ---
 
-DECRYPTED = "decrypted"
 COPIED = "copied"
 
 
@@ -490,24 +455,15 @@ def decrypt(
     Without `table_name`, files may be of any table; `aad_prefix` is the AAD prefix that they must have. For the
     other arguments and the errors, see `encrypt`.
     """
-    target_place = place_of(target)
-    target_root = node_location(target_place)
+    target_root = node_location(place_of(target))
     with Job(spark, source, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         job.configuration.table_of_files(table_name)
-        open_file = partial(_open, table_name=table_name, aad_prefix=aad_prefix, salt=secrets.token_bytes(32))
-        decrypt_one = partial(
-            _convert,
-            convert=_decrypt,
-            outcome=DECRYPTED,
-            target_place=target_place,
-            table_name=table_name,
-            aad_prefix=aad_prefix,
-            overwrite=overwrite or not skip_existing,
-            skip_existing=skip_existing,
-        )
         plan = plan_files(job.root, target_root, overwrite=overwrite or skip_existing)
-        copies = partial(_copies, job, open_file)
-        return _mirror(job, f"decrypt {job.root}", decrypt_one, plan, target_root, copies)
+        open_file = partial(_open, table_name=table_name, aad_prefix=aad_prefix, salt=secrets.token_bytes(32))
+        copies = _copies(job, open_file, _files_of(plan))
+        decrypt_file = partial(_decrypt, table_name=table_name, aad_prefix=aad_prefix)
+        replaces = overwrite or not skip_existing
+        return _mirror(job, "decrypt", decrypt_file, plan, target, copies, replaces, skip_existing)
 
 
 def _copies(job: Job, open_file: FileFunction, files: list[NamedFile]) -> dict[NamedFile, Outcome]:
@@ -527,18 +483,10 @@ def _copies(job: Job, open_file: FileFunction, files: list[NamedFile]) -> dict[N
     return refused
 
 
-def _open(
-    worker: Worker,
-    location: FileLocation,
-    file: NamedFile,
-    *,
-    table_name: str | None,
-    aad_prefix: str | bytes | None,
-    salt: bytes,
-) -> Outcome:
+def _open(worker: Worker, location: FileLocation, file: NamedFile, *, salt: bytes, **options: Any) -> Outcome:
     """Open a file; the outcome has a digest of its data key and file unique, which only this job can make."""
     alone = FileIdentities(refuses=False)
-    (opened,) = worker.keys.open_files([location], table_name, aad_prefix, identities=alone)
+    (opened,) = worker.keys.open_files([location], identities=alone, **options)
     digest = None
     if opened.is_encrypted:
         envelope = opened.footer.envelope
@@ -606,7 +554,7 @@ def rotate(
         ConfigurationError: There is no KMS, or the moves are not possible, or an executor lacks something.
         KmsError: A master key to move to cannot be used, or the KMS answers nothing.
     """
-    with Job(spark, path, configuration, None, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         plan = plan_rotation(
             job.keys,
             moves=moves,
@@ -636,15 +584,14 @@ def rotate(
             given = _rewrapped(job.keys.kms, wanted)
         if not dry_run:
             write = partial(_rotate, plan=plan, given=given)
-            report.add(outcome for _, outcome in job.map_files(f"rotate the keys of {job.root}", write, files))
+            report.map_files("rotate the keys of", write, files)
     return report.finished()
 
 
 def _rewrapped(kms: KmsClient, wanted: Collection[RewrapTask]) -> _Given:
-    """Have the KMS re-wrap what it can by itself, each wrapped key once.
+    """Have the KMS re-wrap what it can by itself, each wrapped key once; tasks prove the new keys.
 
-    The new keys are proven where they are used. Keys that have to be unwrapped are left to the tasks: no key
-    travels.
+    Keys that have to be unwrapped are left to the tasks: no key travels.
     """
     rewrapper = Rewrapper(kms)
     tasks = sorted(
@@ -663,7 +610,7 @@ def _rewrapped(kms: KmsClient, wanted: Collection[RewrapTask]) -> _Given:
 
 
 class _Recorder(Rewrapper):
-    """Notes what was to be re-wrapped for a file."""
+    """Notes the keys of a file that a rotation would re-wrap."""
 
     def __init__(self, kms: KmsClient, *, new_keks: bool) -> None:
         super().__init__(kms, new_keks=new_keks, dry_run=True)
@@ -677,8 +624,7 @@ class _Recorder(Rewrapper):
 
 def _find_keys(worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan) -> Outcome:
     """Open a file as in a dry run; the outcome has the keys to re-wrap, which count if the file would rotate."""
-    kms = _trusting_client(worker, plan)
-    recorder = worker.keep("recorder", lambda: _Recorder(kms, new_keks=plan.new_keks))
+    recorder = worker.keep("recorder", lambda: _Recorder(_trusting_client(worker, plan), new_keks=plan.new_keks))
     rewrapping = worker.keep("dry run", lambda: Rewrapping(worker.keys, plan, recorder))
     recorder.wanted = set()
     result = _result_of(rotate_data_set(location, rewrapping, RunOptions()))
@@ -689,14 +635,18 @@ def _rotate(
     worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan, given: _Given
 ) -> Outcome:
     """Write new wrapped keys into a file; a file that has them already stays as it is."""
-    kms = _trusting_client(worker, plan)
-    rewrapper = worker.keep("rewrapper", lambda: Rewrapper(kms, new_keks=plan.new_keks, given=given))
-    rewrapping = worker.keep("rotation", lambda: Rewrapping(worker.keys, plan, rewrapper))
-    return _of_rotation(_result_of(rotate_data_set(location, rewrapping, RunOptions())), file)
+
+    def rewrapping() -> Rewrapping:
+        rewrapper = Rewrapper(_trusting_client(worker, plan), new_keks=plan.new_keks, given=given)
+        return Rewrapping(worker.keys, plan, rewrapper)
+
+    return _of_rotation(
+        _result_of(rotate_data_set(location, worker.keep("rotation", rewrapping), RunOptions())), file
+    )
 
 
 def _result_of(report: RotationReport) -> FileRotation:
-    """Return the result for the one file of a run; raise why there is none, as where the disk is full."""
+    """Return the result for the one file of a run; raise why there is none, such as a full disk."""
     if report.stopped_by is not None and not report.files:
         raise report.stopped_by
     (result,) = report.files
@@ -704,10 +654,9 @@ def _result_of(report: RotationReport) -> FileRotation:
 
 
 def _trusting_client(worker: Worker, plan: RotationPlan) -> KmsClient:
-    kms = worker.keys.kms
-    assert kms is not None
-    trust_master_keys(plan, kms)
-    return kms
+    assert worker.keys.kms is not None
+    trust_master_keys(plan, worker.keys.kms)
+    return worker.keys.kms
 
 
 def _of_rotation(result: FileRotation, file: NamedFile | None = None) -> Outcome:
@@ -754,7 +703,7 @@ def rekey(
         request = RekeyRequest(table_name=table_name, new_table_name=new_table_name, aad_prefix=aad_prefix)
         report = _Report(job)
         rekey_one = partial(_rekey, request=request)
-        report.add(outcome for _, outcome in job.map_files(f"rekey {job.root}", rekey_one, files))
+        report.map_files("rekey", rekey_one, files)
         report.add(others)
     return report.finished()
 
@@ -802,7 +751,7 @@ def keys(
         files, left_out, others = _listed(job.root)
         list_one = partial(_list_keys, table_name=table_name, aad_prefix=aad_prefix)
         report = _Report(job)
-        report.add(outcome for _, outcome in job.map_files(f"list the keys of {job.root}", list_one, files))
+        report.map_files("list the keys of", list_one, files)
         report.add(others)
         if not ignore_skipped:
             with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
@@ -810,34 +759,17 @@ def keys(
     return report.finished()
 
 
-def _list_keys(
-    worker: Worker,
-    location: FileLocation,
-    file: NamedFile,
-    *,
-    table_name: str | None,
-    aad_prefix: str | bytes | None,
-) -> Outcome:
-    """List the keys of a file; the keys of footers are remembered for all tasks in this process."""
-    inventory = worker.keep(
-        "inventory", lambda: Inventory(worker.keys, prefix_of(worker.keys, table_name, aad_prefix))
-    )
+def _list_keys(worker: Worker, location: FileLocation, file: NamedFile, **options: Any) -> Outcome:
+    """List the keys of a file; this process keeps the keys of footers for its next tasks."""
+    inventory = worker.keep("inventory", lambda: Inventory(worker.keys, prefix_of(worker.keys, **options)))
     (uses,) = inventory.list(location)
     return _of_uses(uses, file.size_bytes)
 
 
 def _of_uses(file: FileKeyUses, size_bytes: int) -> Outcome:
+    same = ("version", "column", "is_footer", "wrapping", "kek_id", "data_key")
     uses = [
-        {
-            "master_key": use.master_key_id,
-            "version": use.version,
-            "number": 1,
-            "column": use.column,
-            "is_footer": use.is_footer,
-            "wrapping": use.wrapping,
-            "kek_id": use.kek_id,
-            "data_key": use.data_key,
-        }
+        {"master_key": use.master_key_id, "number": 1, **{name: getattr(use, name) for name in same}}
         for use in file.uses
     ]
     if file.unknown is not None:
@@ -853,7 +785,7 @@ _Fingerprints = dict[bytes, Invocations]
 
 @dataclass(frozen=True)
 class _Found:
-    """What the rules about several files need of a file."""
+    """What the rules about several files need to know about a file."""
 
     name: str
     verdict: Verdict
@@ -945,44 +877,34 @@ class _Verification:
     allow_plaintext: tuple[str, ...]
     fingerprint_key: bytes
 
-    def of(
-        self, worker: Worker, location: FileLocation, name: str, nonce_part: NoncePart | None = None
-    ) -> tuple[FileReport, FileFacts]:
-        use_fingerprint_key(self.fingerprint_key)
-        # One for each file: the answers of all would pile up. KEKs stay in the cache of the service.
-        folder = replace(location, path=location.path.removesuffix(name).rstrip("/"))
-        verifier = verification.MemberVerifier(
-            worker.keys, self.table_name, self.aad_prefix, folder if name else None, self.allow_plaintext
-        )
-        return verifier.look_at(location, nonce_part=nonce_part)
 
-
-def _verify(worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification) -> Outcome:
-    """Verify a file; the outcome has what the rules about the data set need, without nonces."""
-    report, facts = how.of(worker, location, file.name)
-    fingerprints: _Fingerprints = {} if facts.nonces is None else facts.nonces.invocations
-    rules = list(_rule_rows(report.path, report.rules))
-    found = _Found(
-        file.name, report.verdict, replace(facts, nonces=None), fingerprints, rules, report.conforms_strictly
-    )
-    return replace(_of_verdict(report, file.size_bytes), other=found)
-
-
-def _read_nonces(
-    worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification, part: NoncePart
+def _verify(
+    worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification, part: NoncePart | None = None
 ) -> Outcome:
-    """Read nonces of a file that shares DEKs with others."""
-    report, facts = how.of(worker, location, file.name, part)
-    return replace(_of_verdict(report, file.size_bytes), other=facts.nonces)
+    """Verify a file; the outcome has a `_Found`, without nonces, or only the nonces of a part."""
+    use_fingerprint_key(how.fingerprint_key)
+    folder = replace(location, path=location.path.removesuffix(file.name).rstrip("/")) if file.name else None
+    # One for each file: the answers of all would pile up. KEKs stay in the cache of the service.
+    verifier = verification.MemberVerifier(
+        worker.keys, how.table_name, how.aad_prefix, folder, how.allow_plaintext
+    )
+    report, facts = verifier.look_at(location, nonce_part=part)
+    other: object = facts.nonces
+    if part is None:
+        fingerprints: _Fingerprints = {} if facts.nonces is None else facts.nonces.invocations
+        rules = list(_rule_rows(report.path, report.rules))
+        facts = replace(facts, nonces=None)
+        other = _Found(file.name, report.verdict, facts, fingerprints, rules, report.conforms_strictly)
+    return replace(_of_verdict(report, file.size_bytes), other=other)
 
 
 def _shared_nonces(job: Job, how: _Verification, found: list[_Found], files: list[NamedFile]) -> SharedNonces:
-    """Compare the nonces of files that share a DEK; as a rule there are none, and no file is read again."""
+    """Compare the nonces of files that share a DEK, which are read again; usually there are none."""
 
     def read_again(names: Collection[str], part: NoncePart) -> Iterator[tuple[str, FileNonces | None]]:
         wanted = set(names)
         again = [file for file in files if file.name in wanted]
-        read = partial(_read_nonces, how=how, part=part)
+        read = partial(_verify, how=how, part=part)
         for file, outcome in job.map_files("compare nonces of files that share a DEK", read, again):
             yield file.name, outcome.other
 

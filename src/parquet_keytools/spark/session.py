@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import hashlib
+import io
+import json
 import os
+import shutil
+import stat
+import subprocess
 import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parquet_keytools.config.loader import load_configuration
+from parquet_keytools.config.document import DocumentSource
+from parquet_keytools.config.loader import load_configuration, portable_source, restore_configuration
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.errors import ConfigurationError
+from parquet_keytools.errors import ConfigurationError, KmsError
 from parquet_keytools.files.denied_columns import refuse_digests
-from parquet_keytools.spark.bridge_jar import cached_jar
-from parquet_keytools.spark.transport import carried, carried_file, configuration_identity, kms_for_spark
+from parquet_keytools.kms.client import KmsClient, KmsSettings, WrapRequest
+from parquet_keytools.runtime.presentation import expanded, install_hint
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.storage.outputs import write_whole
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -137,7 +151,7 @@ def configure_session(
 
 
 def _check_what_it_makes(builder: SparkSession.Builder, settings: dict[str, str]) -> None:
-    """Let a builder configure the session that it finds in place of making one, which Spark itself would not."""
+    """Let a builder configure a session that it finds instead of making one, which Spark itself would not do."""
     make = getattr(builder, "getOrCreate", None)
     if make is None:
         return
@@ -157,7 +171,7 @@ def _check_what_it_makes(builder: SparkSession.Builder, settings: dict[str, str]
 
 
 def _configure_running(spark: SparkSession, settings: dict[str, str]) -> None:
-    """Give settings to a running session that has none yet; refuse one that has others, or takes none."""
+    """Give settings to a running session without any; refuse one that has others, or cannot take them."""
     jar = settings["spark.jars"]
     wanted = {name.removeprefix(_HADOOP): value for name, value in settings.items() if name.startswith(_HADOOP)}
     if not hasattr(spark, "_jsc"):
@@ -206,7 +220,7 @@ def _check_connect_server(spark: SparkSession, identity_of_ours: str) -> None:
 
 
 def _add_to_running_jvm(jvm: Any, jar: str) -> None:
-    """Give the jar to a JVM of the driver that runs already, by spark-submit or after an earlier session."""
+    """Give the jar to a running JVM of the driver, by spark-submit or after an earlier session."""
     from py4j.protocol import Py4JError
 
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
@@ -279,10 +293,7 @@ def refuse_digests_in_spark(configuration: Configuration) -> None:
 
 
 def cache_name(*parts: object) -> str:
-    """Return what parquet-java takes for an access token, and keeps its caches by.
-
-    It is no secret. KEKs, and KMS clients, that must not be mixed up have to differ in it.
-    """
+    """Return the access token of parquet-java, the key of its caches. It is no secret."""
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
@@ -290,3 +301,202 @@ def table_aad_prefix(configuration: Configuration, table_name: str | None) -> st
     """Return the AAD prefix that files of a table must have, `{file_name}` in it; None where it has none."""
     name, table = configuration.select_table(table_name)
     return table.rendered_aad_prefix(table_name=name, file_name="{file_name}")
+
+
+# --- a configuration in Spark's own, which anyone may read, so without secrets ---
+
+# Workers expand environment variables, and only the path of a file with secrets travels.
+
+
+def carried(configuration: Configuration) -> str:
+    """Return a configuration as text, without secrets."""
+    source = portable_source(configuration, "sent to Spark's executors")
+    if source.redacted_paths:
+        return carried_file(str(source.path))
+    parts = {
+        "file": source.file,
+        "path": None if source.path is None else str(source.path),
+        "folder": str(source.folder),
+        "lines": [[list(path), line] for path, line in sorted(source.lines.items(), key=str)],
+        "document": source.document,
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def carried_file(path: str) -> str:
+    """Return text that makes a worker load a file: a path, or the name of one of Spark's files (`spark.files`)."""
+    return json.dumps({"load": path})
+
+
+def configuration_identity(configuration: Configuration) -> str:
+    """Return a digest of the document without its secrets, the same wherever its file is."""
+    document = None if configuration.source is None else configuration.source.document
+    return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def received_configuration(text: str, files_folder: Path) -> Configuration:
+    """Make a configuration from the text of `carried` or `carried_file`; Spark puts its files into a folder."""
+    parts = json.loads(text)
+    if "load" in parts:
+        return load_configuration(files_folder / expanded(parts["load"]))
+    return restore_configuration(
+        DocumentSource(
+            parts["file"],
+            None if parts["path"] is None else Path(parts["path"]),
+            Path(parts["folder"]),
+            {tuple(path): line for path, line in parts["lines"]},
+            parts["document"],
+        )
+    )
+
+
+def kms_for_spark(configuration: Configuration) -> KmsSettings:
+    """Return the settings of the KMS, without which Spark's own reader and writer cannot work."""
+    if configuration.kms is None:
+        raise ConfigurationError(
+            "the configuration has no kms, and Spark does not support data keys.",
+            hint="Read and write with Keytools, or with parquet-keytools spark.",
+        )
+    return configuration.kms
+
+
+def refuse_generated_keys(kms: KmsClient | None) -> None:
+    """Refuse a KMS client that generated its master keys: another process cannot make them again."""
+    if getattr(kms, "has_generated_keys", False):
+        raise ConfigurationError(
+            "the in_memory KMS generates master keys, and every executor would have different ones.",
+            hint="Write the keys into the configuration, or use a keystore.",
+        )
+
+
+def prove_keys(kms: KmsClient, master_key_ids: Iterable[str]) -> None:
+    """Have the KMS wrap a random key with each master key; raise the `KmsError` of the first that it refuses."""
+    for outcome in kms.wrap_many([WrapRequest(SecretBytes.random(128), name) for name in master_key_ids]):
+        if isinstance(outcome, KmsError):
+            raise outcome
+
+
+# --- the jar with our Java classes: compiled by Janino, which ships with Spark, so that no JDK is needed ---
+
+
+_SOURCES = Path(__file__).parent / "java"
+# The package of all our classes: what else is compiled stands for classes of others, and stays out of the jar.
+_PACKAGE = "parquet_keytools"
+_COMPILER = "org.codehaus.commons.compiler.samples.CompilerDemo"
+_COMPILER_JARS = ("janino-", "commons-compiler-")
+# What the classes are compiled against: with other versions of these, they are compiled again.
+_VERSIONS = (*_COMPILER_JARS, "parquet-hadoop-", "spark-core_", "hadoop-client-api-")
+_COMPILER_SECONDS = 120
+
+
+def build_jar(path: str | os.PathLike[str]) -> Path:
+    """Compile our Java classes into a jar, for clusters whose administrator puts it in place.
+
+    Args:
+        path: Where; what is there is replaced.
+
+    Raises:
+        ConfigurationError: There is no Java or no Spark here, or the classes do not compile with this Spark.
+    """
+    content = io.BytesIO()
+    with tempfile.TemporaryDirectory(prefix="parquet-keytools-") as name, zipfile.ZipFile(content, "w") as jar:
+        classes = Path(name)
+        _compile(_spark_jars(), classes)
+        for file in sorted((classes / _PACKAGE).rglob("*.class")):
+            # With fixed times, the same classes give the same jar.
+            entry = zipfile.ZipInfo(file.relative_to(classes).as_posix())
+            jar.writestr(entry, file.read_bytes(), zipfile.ZIP_DEFLATED)
+    # Two sessions that start together both find a whole jar.
+    write_whole(FileLocation.resolve(path), content.getvalue())
+    return Path(path)
+
+
+def cached_jar() -> Path:
+    """Return the jar for this Spark, compiled once and kept in the user's cache; errors as `build_jar`."""
+    folder = _cache_folder()
+    jar = folder / f"parquet-keytools-spark-{_fingerprint(_spark_jars())}.jar"
+    return jar if jar.is_file() else build_jar(jar)
+
+
+def _fingerprint(jars: Path) -> str:
+    digest = hashlib.sha256()
+    for source in _source_files():
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for jar in sorted(jars.glob("*.jar")):
+        if jar.name.startswith(_VERSIONS):
+            digest.update(jar.name.encode() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def _source_files() -> list[Path]:
+    return sorted(_SOURCES.rglob("*.java"))
+
+
+def _cache_folder() -> Path:
+    """Return a folder that only this user can write: what lies in it runs in every executor."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with suppress(OSError, RuntimeError):  # There may be no home.
+        root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+        folder = root / "parquet-keytools"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_ours_alone(folder):
+            return folder
+    temporary = Path(tempfile.mkdtemp(prefix="parquet-keytools-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    found = folder.lstat()
+    if not hasattr(os, "getuid"):
+        return os.access(folder, os.W_OK)
+    others = stat.S_IWGRP | stat.S_IWOTH
+    is_folder_of_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return is_folder_of_ours and not found.st_mode & others and os.access(folder, os.W_OK)
+
+
+def _spark_jars() -> Path:
+    """Return the folder of Spark's jars: those of SPARK_HOME, or of the package pyspark."""
+    homes = [Path(os.environ["SPARK_HOME"])] if os.environ.get("SPARK_HOME") else []
+    try:
+        import pyspark
+    except ImportError:
+        pass
+    else:
+        homes.append(Path(pyspark.__file__).parent)
+    for home in homes:
+        if list((home / "jars").glob("janino-*.jar")):
+            return home / "jars"
+    raise ConfigurationError("there is no Spark here.", hint=f"{install_hint('spark')}, or set SPARK_HOME.")
+
+
+def _java() -> str:
+    home = os.environ.get("JAVA_HOME")
+    found = shutil.which("java", path=str(Path(home) / "bin") if home else None)
+    if found is None:
+        place = "JAVA_HOME is set, and there is no java in its folder bin." if home else "there is no java here."
+        raise ConfigurationError(place, hint="Spark needs a Java runtime, 17 or newer; a JDK is not needed.")
+    return found
+
+
+def _compile(jars: Path, target: Path) -> None:
+    compiler = [str(jar) for jar in sorted(jars.glob("*.jar")) if jar.name.startswith(_COMPILER_JARS)]
+    everything = [str(jar) for jar in sorted(jars.glob("*.jar"))]
+    # The JVM runs for a second.
+    java = [_java(), "-XX:TieredStopAtLevel=1", "-cp", os.pathsep.join(compiler), _COMPILER]
+    options = ["-d", str(target), "-encoding", "UTF-8", "-g:lines,source"]
+    command = [*java, *options, "-classpath", os.pathsep.join(everything), *map(str, _source_files())]
+    try:
+        done = subprocess.run(  # noqa: S603 - Java and Spark of this user, and our own sources
+            command, capture_output=True, text=True, errors="replace", timeout=_COMPILER_SECONDS, check=False
+        )
+        problem = (done.stdout + done.stderr).strip()
+    except subprocess.TimeoutExpired:
+        problem = f"it took more than {_COMPILER_SECONDS} seconds"
+    # The compiler's exit status is 0 in any case.
+    made = {path.stem for path in target.rglob("*.class")}
+    if not made >= {path.stem for path in _source_files()}:
+        raise ConfigurationError(
+            f"our Java classes do not compile with the Spark in {jars.parent}: {problem[:2000]}.",
+            hint="Spark 4 is supported.",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,10 +28,10 @@ from parquet_keytools.spark.session import (
     KMS_INSTANCE,
     TABLE,
     cache_name,
+    carried,
     refuse_digests_in_spark,
     table_aad_prefix,
 )
-from parquet_keytools.spark.transport import carried
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
@@ -93,7 +94,7 @@ def read_options(configuration: Configuration, table_name: str | None) -> dict[s
 
 
 def spark_limits(policy: TablePolicy) -> list[str]:
-    """Return what parquet-java cannot do of what a table asks for, one sentence each."""
+    """Return why parquet-java cannot write files as a table asks for, one sentence for each reason."""
     table = policy.table
     reasons = []
     if table.aad_prefix is not None:
@@ -110,14 +111,10 @@ def spark_limits(policy: TablePolicy) -> list[str]:
     if not column_keys and table.unlisted_columns != "footer_key":
         reasons.append("it does not encrypt the footer alone")
     for path in column_keys:
-        if any(_cannot_be_listed(name) for name in path):
+        # The list is written with `:;,`, its paths with dots; Java trims each, and Hadoop replaces `${...}`.
+        if any(re.search(r"[.:;,]|\$\{|^\s|\s$", name) or not name.isprintable() for name in path):
             reasons.append(f"its list of column keys cannot hold the column name {'.'.join(path)!r}")
     return reasons
-
-
-def _cannot_be_listed(name: str) -> bool:
-    # The list is written with `:;,`, its paths with dots; Java trims each, and Hadoop replaces `${...}`.
-    return any(mark in name for mark in ".:;,") or "${" in name or name != name.strip() or not name.isprintable()
 
 
 def _key_options(policy: TablePolicy, kms: KmsClient) -> dict[str, str]:
@@ -125,7 +122,10 @@ def _key_options(policy: TablePolicy, kms: KmsClient) -> dict[str, str]:
     instance_id = kms.instance_of(policy.master_key_ids[table.footer_key])
 
     def listed(key_name: str) -> str:
-        return _listed_id(kms.id_in_file(policy.master_key_ids[key_name], instance_id))
+        # Hadoop would replace `${...}`.
+        return encode_master_key_id(kms.id_in_file(policy.master_key_ids[key_name], instance_id)).replace(
+            "$", "%24"
+        )
 
     footer_key = listed(table.footer_key)
     column_keys: dict[str, list[str]] = {}
@@ -174,16 +174,10 @@ def _other_options(policy: TablePolicy, written: Sequence[ColumnPath], kms: KmsC
     return options
 
 
-def _listed_id(master_key_id: str) -> str:
-    # Hadoop would replace `${...}`.
-    return encode_master_key_id(master_key_id).replace("$", "%24")
-
-
 def spark_leaf_paths(schema: StructType) -> list[ColumnPath]:
     """Return the paths of all leaf columns that Spark writes for a schema, in its order.
 
-    They are those of Spark's writer in its normal form: not with `spark.sql.parquet.writeLegacyFormat`, and
-    not with shredded variants. A file with other columns than these is refused when it is written.
+    With `spark.sql.parquet.writeLegacyFormat` or shredded variants, Spark writes others: such a write is refused.
     """
     return [path for field in schema.fields for path in _leaves(field.dataType, (field.name,))]
 
@@ -226,21 +220,14 @@ class WriteRequests:
         self._keys = keys
 
     def check(self, content: bytes) -> tuple[list[str], dict[str, str]]:
-        """Refuse a write whose options are not what its table asks for, for the columns that are written.
+        """Refuse a write whose options differ from the options of its table for the columns that are written.
 
         Columns may be new since the options were made, if the table names a key for them, lists them as plaintext,
         or puts unlisted columns under the footer's key.
 
         Returns:
-            The identifiers of the master keys that the write needs, and the options that name a key for each of
-            its columns; empty where an option does not apply. Of a file, they name the keys of its values.
-
-        Raises:
-            ConfigurationError: Columns are missing, or no policy covers them; the options are others than the
-                table's; the write is partitioned by a column under a key; or a value of a placeholder is missing
-                or not allowed.
-            UnsupportedBySparkError: Spark cannot do what the table asks for now.
-            ValueError: The content is no such request.
+            The identifiers of the master keys that the write needs, and the options that name the keys of its
+            columns, empty where an option does not apply; for a file, the keys of its values.
         """
         request = json.loads(content)
         name, options = request["table"], request["options"]
@@ -307,7 +294,7 @@ def _keys_of(options: dict[str, str], columns: Iterable[str]) -> dict[str | None
 
 
 def _new_options(request: dict[str, Any], names: Iterable[str], wanted: dict[str, str]) -> str:
-    """Return how the right options come to a write."""
+    """Return how to give a write the right options."""
     table = request.get("catalog_table")
     if table is None:
         return (
@@ -321,7 +308,7 @@ def _new_options(request: dict[str, Any], names: Iterable[str], wanted: dict[str
 
 
 def sql_text(text: str) -> str:
-    """Return a text as a literal of Spark SQL."""
+    """Return a literal of Spark SQL."""
     return "'" + text.replace("\\", r"\\").replace("'", r"\'") + "'"
 
 
@@ -345,17 +332,7 @@ class TableRequests:
         self._checks: dict[str, TableCheck] = {}
 
     def check(self, content: bytes) -> bytes:
-        """Refuse a file that is not what its table says. Without tables there is nothing to compare with.
-
-        Returns:
-            The AAD prefix that its table has, `{file_name}` in it; empty where it has none.
-
-        Raises:
-            TableMismatchError: It is not.
-            FolderNameError: A folder gives values to a column that is under a key.
-            ConfigurationError: There is no such table, or none was named and there are several.
-            ValueError: The content is no such request.
-        """
+        """Refuse a file that is not what its table says; return the AAD prefix of the table, or nothing."""
         request = json.loads(content)
         columns = [self._column(*column) for column in request.get("columns", [])]
         folders = {name: f"{name}=..." for name in request.get("folders", [])}
@@ -400,11 +377,7 @@ class TableRequests:
 
 
 def id_of_jvm(kms: KmsClient | None, named: str) -> str:
-    """Return the identifier of a master key that a JVM names: the KMS of the file, a line end, and what it says.
-
-    Raises:
-        KeyNotAvailableError: The configuration does not have this KMS.
-    """
+    """Return the identifier of a master key that a JVM names: the KMS of the file, a line end, and its text."""
     instance_id, mark, written = named.partition("\n")
     master_key_id = decode_master_key_id(written if mark else named)
     return master_key_id if kms is None else kms.id_of_file(master_key_id, instance_id if mark else None)

@@ -19,7 +19,7 @@ from spark_jvm import JAVA_OPTIONS, remember_names
 from engines.ours import base64_keys, deks_of
 from engines.policy import EncryptedFile, Policy
 from engines.sample import MASTER_KEYS, PAGE_ROWS, ROW_GROUP_ROWS, ROWS, column_keys, write_plain
-from parquet_keytools.spark.bridge_jar import cached_jar
+from parquet_keytools.spark.session import cached_jar
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

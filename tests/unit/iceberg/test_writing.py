@@ -37,8 +37,7 @@ from parquet_keytools.errors import (
     OutputError,
 )
 from parquet_keytools.iceberg import create_table, load_table
-from parquet_keytools.iceberg.key_chain import as_json
-from parquet_keytools.iceberg.key_rotation import KeyChanges
+from parquet_keytools.iceberg.key_chain import KeyChanges, as_json
 from parquet_keytools.iceberg.metadata import EncryptionKey
 from parquet_keytools.iceberg.table_audit import TableAudit, located_table
 from parquet_keytools.iceberg.written_files import merged

@@ -7,7 +7,7 @@ import pytest
 
 from parquet_keytools import load_configuration, parse_configuration
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.spark.transport import (
+from parquet_keytools.spark.session import (
     carried,
     carried_file,
     configuration_identity,
@@ -65,7 +65,7 @@ def test_secrets_without_a_file_cannot_travel() -> None:
 
 def test_what_was_put_together_in_python_cannot_travel(file: Path) -> None:
     configuration = load_configuration(file).model_copy(update={"tables": {}})
-    with pytest.raises(ConfigurationError, match="put together in Python"):
+    with pytest.raises(ConfigurationError, match="built in Python"):
         carried(configuration)
 
 

@@ -8,7 +8,7 @@ from fake_spark import key_request_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parquet_keytools.spark.transport import (
+from parquet_keytools.spark.kms_worker import (
     MOST_BYTES,
     Frame,
     KeyRequest,

@@ -26,18 +26,17 @@ from parquet_keytools.kms.contract_tests import unwrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_text
-from parquet_keytools.spark.kms_worker import KmsWorker
-from parquet_keytools.spark.transport import (
+from parquet_keytools.spark.kms_worker import (
     PREAMBLE,
     Frame,
     KeyRequest,
+    KmsWorker,
     Operation,
     Status,
-    carried,
-    carried_file,
     frame_bytes,
     read_frame,
 )
+from parquet_keytools.spark.session import carried, carried_file
 
 MASTER_KEYS = {"footer": os.urandom(16), "pii": os.urandom(16), "arn:aws:kms:1,2;3": os.urandom(16)}
 KEY = bytes(range(16))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from parquet_keytools.errors import ConfigurationError
-from parquet_keytools.spark import bridge_jar, configure, configure_session, session_settings
+from parquet_keytools.spark import build_jar, configure, configure_session, session, session_settings
 
 SECRET = "canary-of-the-passphrase"
 YAML = """
@@ -281,7 +281,7 @@ def test_a_client_of_spark_connect_gives_a_server_nothing_that_looks_like_ours(
 def test_no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"JAVA_HOME is set.*17 or newer; a JDK is not needed"):
-        bridge_jar.build_jar(tmp_path / "x.jar")
+        build_jar(tmp_path / "x.jar")
 
 
 def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -291,22 +291,22 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     java.chmod(0o755)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(ConfigurationError, match="it does not compile"):
-        bridge_jar.build_jar(tmp_path / "x.jar")
+        build_jar(tmp_path / "x.jar")
     assert not list(tmp_path.glob("*.jar"))
 
 
 def test_a_cache_that_others_can_write_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = bridge_jar._cache_folder()
+    folder = session._cache_folder()
     assert folder == tmp_path / "parquet-keytools"
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    other = bridge_jar._cache_folder()
+    other = session._cache_folder()
     assert other != folder and other.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
     folder.symlink_to(other)
-    assert bridge_jar._cache_folder() != folder
+    assert session._cache_folder() != folder
 
 
 def test_the_sources_are_in_the_package() -> None:
-    assert {path.stem for path in bridge_jar._source_files()} >= {"PythonKmsClient", "KeytoolsCryptoFactory"}
+    assert {path.stem for path in session._source_files()} >= {"PythonKmsClient", "KeytoolsCryptoFactory"}

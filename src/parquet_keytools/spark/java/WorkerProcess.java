@@ -18,7 +18,7 @@ import org.slf4j.LoggerFactory;
  * One process of `python -m parquet_keytools.spark.kms_worker`. Keys go over its pipes and nowhere else.
  *
  * A frame is its length (4 bytes, big endian, of what follows), a request id (8), an operation or a status (1), and
- * the content; `transport.py` is the other side.
+ * the content; `kms_worker.py` is the other side.
  */
 final class WorkerProcess {
   private static final Logger LOG = LoggerFactory.getLogger(WorkerProcess.class);
