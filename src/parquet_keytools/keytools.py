@@ -23,9 +23,8 @@ from parquet_keytools.erasure.rewrite import FileRewrite, rewrite_rows
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.files import conversion
 from parquet_keytools.files.denied_columns import unwrapped_secret, wrapped_secret
-from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.key_service import KeyService, TenantKey, create_tenant_keys
 from parquet_keytools.files.opened_file import FileIdentities
-from parquet_keytools.files.tenant_keys import TenantKey, create_tenant_keys
 from parquet_keytools.keys.key_wrapping import Clock
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation import rekeying

@@ -17,7 +17,7 @@ from parquet_keytools.cli import options as opt
 from parquet_keytools.cli import output as out
 
 if TYPE_CHECKING:
-    from parquet_keytools.files.tenant_keys import TenantKey
+    from parquet_keytools.files.key_service import TenantKey
     from parquet_keytools.keytools import Keytools
     from parquet_keytools.rotation.inventory import FileKeyUses, UsedKey
 

@@ -158,7 +158,7 @@ class _Refusals(logging.Handler):
 
 
 def _introduce(server: ViewServer, first: str, *, as_json: bool) -> None:
-    from parquet_keytools.serve.s3_front import BUCKET
+    from parquet_keytools.serve.requests_and_answers import BUCKET
     from parquet_keytools.serve.view_server import http_lines, s3_lines
 
     pair = server.key_pair

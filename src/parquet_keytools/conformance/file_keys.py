@@ -426,7 +426,7 @@ def _check_values(
     table: TableCheck, footer: OpenFooter, kept: Mapping[str, Sequence[ColumnMetaData]], book: RuleBook
 ) -> None:
     """Compare the values of columns with the keys of the file, which depend on them."""
-    from parquet_keytools.files.column_values import ColumnValue, value_of_chunks
+    from parquet_keytools.files.table_check import ColumnValue, value_of_chunks
 
     ordinals = {column.name: column.ordinal for column in footer.columns}
     values: dict[str, ColumnValue] = {}

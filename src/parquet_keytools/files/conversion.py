@@ -33,7 +33,7 @@ from parquet_keytools.files.opened_file import (
     naming_place,
 )
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
-from parquet_keytools.files.table_check import TableCheck, partition_names
+from parquet_keytools.files.table_check import partition_names
 from parquet_keytools.format.file_layout import ByteSink, ByteSource
 from parquet_keytools.format.structs import ColumnMetaData
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever
@@ -42,6 +42,7 @@ from parquet_keytools.storage.locations import FileLocation, open_source, real_l
 from parquet_keytools.storage.outputs import (
     PLAINTEXT_MODE,
     PendingOutput,
+    check_target,
     discarded_unless_done,
     pending_output,
     written_bytes,
@@ -198,11 +199,7 @@ def rekey_file(
 
 @contextlib.contextmanager
 def plaintext_output(target: FileLocation, mode: int | None, *, overwrite: bool) -> Iterator[PendingOutput]:
-    """Write a file with decrypted values; without a mode, only its owner may read and write it.
-
-    Raises:
-        OutputError: See `pending_output`; or permissions are given, and the file system has none.
-    """
+    """Write a file with decrypted values; without a mode, only its owner may read and write it."""
     if mode is not None and not target.is_local:
         raise OutputError(f"{target} is not on a local file system: it has no mode.", hint="Leave the mode out.")
     mode = PLAINTEXT_MODE if mode is None else mode
@@ -222,14 +219,7 @@ def encrypt_pending(
     folder_names: Collection[str] = (),
     key_values: Mapping[str, str] | None = None,
 ) -> tuple[NewKeyMaterial, TablePolicy]:
-    """Encrypt a plaintext file into a pending output; return its key material for `put_in_place`, and its policy.
-
-    Raises:
-        AlreadyEncryptedError: The file is encrypted.
-        ConfigurationError: The table's columns do not fit the file.
-        KmsError: A key cannot be wrapped.
-        ParquetFormatError: The source is not a valid Parquet file.
-    """
+    """Encrypt a plaintext file into a pending output; return its key material, for `put_in_place`, and policy."""
     footer = file_encryption.read_plaintext_footer(source)
     policy = policy_of(keys, table_name, footer, folder_names, key_values)
     encryption, key_material = new_file_encryption(keys, policy, pending.target)
@@ -314,10 +304,7 @@ def plaintext_contents(location: FileLocation) -> Contents:
 
 
 def _decided_contents(keys: KeyService, table_name: str | None, location: FileLocation) -> Contents:
-    """Read the footer of a plaintext file whose columns the table decides about, as it must to be encrypted.
-
-    An encrypted form from before may have columns in plaintext that the table no longer lists.
-    """
+    """Read the footer of a plaintext file whose columns the table decides about: an old result may show more."""
     contents = plaintext_contents(location)
     footer = contents.footer
     keys.policy(table_name, [leaf.path for leaf in footer.leaves], labels_of_footer(footer))
@@ -332,11 +319,7 @@ def encrypted_contents(
     *,
     or_allowed_plaintext: bool = False,
 ) -> Contents:
-    """Open an encrypted file that matches its table, or a plaintext file if that is allowed here.
-
-    Raises:
-        KeytoolsError: It does not, or a key is unavailable.
-    """
+    """Open an encrypted file that matches its table, or a plaintext file if that is allowed here."""
     (opened,) = keys.open_files([location], table_name, aad_prefix)
     if not or_allowed_plaintext:
         opened.refuse_unencrypted()
@@ -345,12 +328,7 @@ def encrypted_contents(
 
 
 def labelled_contents(keys: KeyService, location: FileLocation, table_name: str | None) -> Contents:
-    """Open an encrypted file whose columns are protected as the labels in its own schema ask for.
-
-    Raises:
-        ConfigurationError: A column is plaintext, and its field has a label with a key.
-        KeytoolsError: See `encrypted_contents`.
-    """
+    """Open an encrypted file, and refuse a plaintext column whose label in its own schema asks for a key."""
     contents = encrypted_contents(keys, location, table_name)
     footer, (name, table) = contents.footer, keys.configuration.select_table(table_name)
     if table.labels.field is not None:
@@ -372,13 +350,7 @@ def labelled_contents(keys: KeyService, location: FileLocation, table_name: str 
 def is_there_already(
     source: FileLocation, target: FileLocation, is_same: Callable[[], bool], *, overwrite: bool
 ) -> bool:
-    """Return whether a conversion was done before: the target is newer than the source, and their footers agree.
-
-    Raises:
-        OutputError: The target is another file, and must not be replaced.
-        KmsError: The KMS does not unwrap the keys that are needed for the comparison.
-        KeytoolsError: The source cannot be read.
-    """
+    """Return whether a conversion was done: the target is newer than the source, and their footers agree."""
     info = target.info()
     if info.type != pafs.FileType.File:
         return False
@@ -396,11 +368,7 @@ def is_there_already(
 
 
 def _same(source: FileLocation, target: FileLocation, opens_source: Open, opens_target: Open) -> bool:
-    """Return whether the footers of two files agree.
-
-    The comparison covers schema, rows, and the type, codec, encodings, number of values and statistics of each
-    column chunk, authenticated if a file is encrypted. It does not cover values.
-    """
+    """Return whether two files agree in schema, rows, and metadata and statistics of each chunk; not in values."""
     contents = opens_source(source)
     try:
         found = opens_target(target)
@@ -412,18 +380,17 @@ def _same(source: FileLocation, target: FileLocation, opens_source: Open, opens_
 
 
 def _shows_the_same(keys: KeyService, source: FileLocation, target: FileLocation, table_name: str | None) -> bool:
-    """Return whether an encrypted file shows without keys what encrypting the source would make.
-
-    The comparison covers algorithm, AAD prefix and the footer's master key; with a plaintext footer also schema,
-    rows, and which column is under which key. Nothing is authenticated: anyone may have written the target.
-    """
+    """Return whether an encrypted file shows without keys what encrypting the source would make."""
+    # The comparison covers algorithm, AAD prefix and the footer's master key; with a plaintext footer also schema,
+    # rows, and which column is under which key. Nothing is authenticated: anyone may have written the target.
     footer = _decided_contents(keys, table_name, source).footer
     check, retriever = keys.table_check(table_name), FileKeyRetriever(keys.kms_keys(), keys.data_keys, target)
     assert check is not None
     try:
         with open_source(target) as opened:
             envelope = read_envelope(opened)
-        if envelope.mode is FooterMode.UNENCRYPTED or envelope.mode is not _mode_of(check):
+        is_plaintext_footer = envelope.mode is FooterMode.PLAINTEXT_FOOTER
+        if envelope.mode is FooterMode.UNENCRYPTED or is_plaintext_footer != check.settings.plaintext_footer:
             return False
         check_footer_key(check, str(target), envelope, retriever)
         envelope.file_aads(keys.expected_aad_prefix(target, table_name, None, envelope.aad_prefix))
@@ -435,21 +402,13 @@ def _shows_the_same(keys: KeyService, source: FileLocation, target: FileLocation
     return visible is None or _shape(visible) == _shape(footer)
 
 
-def _mode_of(check: TableCheck) -> FooterMode:
-    return FooterMode.PLAINTEXT_FOOTER if check.settings.plaintext_footer else FooterMode.ENCRYPTED_FOOTER
-
-
 def _shape(footer: Footer) -> tuple[object, ...]:
     return footer.metadata.num_rows, footer.leaves, [group.num_rows for group in footer.row_groups]
 
 
 def _description(contents: Contents) -> tuple[object, ...]:
-    footer = contents.footer
-    chunks = footer.column_metadata(contents.deks)
-    return (
-        *_shape(footer),
-        {place: _of_chunk(metadata) for place, metadata in chunks.items()},
-    )
+    chunks = contents.footer.column_metadata(contents.deks)
+    return *_shape(contents.footer), {place: _of_chunk(metadata) for place, metadata in chunks.items()}
 
 
 def _of_chunk(metadata: ColumnMetaData) -> bytes:
@@ -466,14 +425,7 @@ def _of_chunk(metadata: ColumnMetaData) -> bytes:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A Parquet file to convert.
-
-    Attributes:
-        source: The file to read.
-        target: The file to write.
-        size_bytes: Length of the source.
-        path_in_folder: Path of both, relative to the mirrored folder; the name of the source if there is none.
-    """
+    """A file to convert; `path_in_folder` is relative to the mirrored folder, or the name of the only source."""
 
     source: FileLocation
     target: FileLocation
@@ -483,14 +435,7 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The files to convert.
-
-    Attributes:
-        source_is_folder: Whether a folder is mirrored.
-        files: The files, sorted by path; empty only if an entry could not be checked.
-        left_out: All other files in the folder, sorted by path.
-        unseen: Entries that could not be checked, sorted by path: files may be missing in the target.
-    """
+    """The files to convert, and others, each sorted by path; `unseen` entries may hide files to convert."""
 
     source_is_folder: bool
     files: tuple[PlannedFile, ...]
@@ -509,34 +454,13 @@ class FilePlan:
 
 
 def plan_files(source: FileLocation, target: FileLocation, *, overwrite: bool = False) -> FilePlan:
-    """Plan the conversion of a file or a folder; nothing is written.
-
-    Args:
-        source: A file or a folder.
-        target: The file to write, or the folder that will mirror the source.
-        overwrite: Whether the target may exist, and a target folder may contain files. Files without a counterpart
-            in the source stay there.
-
-    Raises:
-        FileNotFoundError: The source does not exist.
-        OutputError: The target exists, or is the source or a folder in it, or a link in it leads out of it.
-        NoParquetFilesError: The source folder has no Parquet files.
-    """
+    """Plan the conversion of a file, or of a folder that the target will mirror; nothing is written."""
+    # With `overwrite`, the target may exist; files without a counterpart in the source stay in it.
     if not file_or_folder(source).is_file:
         return _plan_folder(source, target, overwrite)
-    _check_target_file(source, target, overwrite=overwrite)
-    return FilePlan(False, (PlannedFile(source, target, source.size_bytes(), source.name),))
-
-
-def _check_target_file(source: FileLocation, target: FileLocation, *, overwrite: bool) -> None:
     refuse_same_file(source, target)
-    found = target.info()
-    if found.type == pafs.FileType.Directory:
-        raise OutputError(f"{target} is a folder, and the source is a file.", hint="Name a file in it.")
-    if found.type == pafs.FileType.Unknown:
-        raise OutputError(f"{target} is not a regular file.")
-    if found.type != pafs.FileType.NotFound and not overwrite:
-        raise OutputError(f"{target} exists already.", hint="Use --overwrite to replace it.")
+    check_target(target, overwrite=overwrite)
+    return FilePlan(False, (PlannedFile(source, target, source.size_bytes(), source.name),))
 
 
 def _plan_folder(source: FileLocation, target: FileLocation, overwrite: bool) -> FilePlan:

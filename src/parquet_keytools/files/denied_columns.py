@@ -55,20 +55,9 @@ def with_digests(
     table_name: str | None,
     files: Sequence[OpenedFile],
 ) -> list[OpenedFile]:
-    """Return opened files whose columns are shown as digests, if the configuration or a class says so.
-
-    These columns are in `OpenedFile.denied`, and their DEKs only in `OpenedFile.digests`, so code that ignores
-    digests cannot read their values. If the secret is unavailable, they are only denied.
-
-    Args:
-        configuration: The configuration.
-        new_kms_keys: Returns the keys of an operation, for the secret.
-        table_name: The table of the files; None if there is only one.
-        files: The files, opened with the wanted columns.
-
-    Raises:
-        ConfigurationError: The unwrapped secret is not valid.
-    """
+    """Return opened files whose columns are shown as digests, if the configuration or a class says so."""
+    # These columns are in `OpenedFile.denied`, and their DEKs only in `OpenedFile.digests`, so code that ignores
+    # digests cannot read their values. If the secret is unavailable, they are only denied.
     if configuration.denied_columns != "hash":
         return list(files)
     _, table = configuration.select_table(table_name)
@@ -116,12 +105,7 @@ def refuse_digests(configuration: Configuration, message: str, hint: str) -> Non
 
 
 def unwrapped_secret(configuration: Configuration, name: str, kms_keys: KmsKeys) -> SecretBytes:
-    """Return a secret under `hash_keys`.
-
-    Raises:
-        ConfigurationError: The unwrapped secret is not valid.
-        KeytoolsError: It is unavailable.
-    """
+    """Return a secret under `hash_keys`; raise `KeytoolsError` if it is unavailable or not valid."""
     return value_or_raise(_secret(configuration, name, kms_keys))
 
 
@@ -189,22 +173,13 @@ def _with_digests(
 
 _PANDAS_COLUMN = ("name", "field_name", "pandas_type", "numpy_type", "metadata")
 
-_ONLY_SCHEMA = VisibleKeyValues()
-
 
 def shown_key_values(
     opened: OpenedFile, shown: Collection[str], nullable: Collection[str] = frozenset()
 ) -> dict[str, str | None]:
-    """Return changes of a file's key-value metadata: key -> the new value, or None to leave the entry out.
-
-    If columns cannot be read, only entries that surely contain none of their values stay: the schema, and the
-    entries of pandas and GeoParquet about other columns.
-
-    Args:
-        opened: The file.
-        shown: Names of the top-level columns that readers see.
-        nullable: Names of shown columns that may be null, whatever the file says.
-    """
+    """Return changes of a file's key-value metadata: key -> the new value, or None to leave the entry out."""
+    # If columns cannot be read, only entries that surely contain none of their values stay: the schema, and the
+    # entries of pandas and GeoParquet about other columns. `nullable` are shown columns that may be null.
     entries = opened.footer.metadata.key_value_metadata or []
     if not opened.denied:
         return {
@@ -234,7 +209,7 @@ def _shown(
         return None  # It lists all columns of the file.
     entry = KeyValue()
     entry.key, entry.value = key, value
-    alone = _ONLY_SCHEMA.shown(entry)
+    alone = VisibleKeyValues().shown(entry)
     return None if alone is None else alone.value
 
 
@@ -254,7 +229,11 @@ def _arrow_schema(
             fields.append(alone.with_nullable(alone.nullable or alone.name in nullable))
     metadata = schema.metadata
     if denied and metadata:
-        metadata = _metadata_of_schema(metadata, shown, denied)
+        # It has the same entries as the file.
+        entries = {key.decode(): value.decode() for key, value in metadata.items()}
+        entries.pop(ARROW_SCHEMA_KEY, None)
+        found = {key: _shown(key, value, shown, frozenset(), denied) for key, value in entries.items()}
+        metadata = {key: value for key, value in found.items() if value is not None}
     return base64.b64encode(pa.schema(fields, metadata).serialize()).decode()
 
 
@@ -264,19 +243,6 @@ def _without_metadata(field: pa.Field) -> pa.Field | None:
         return field  # Fast: wide tables have thousands of such fields.
     message = schema_alone(pa.schema([field]).serialize().to_pybytes())
     return None if message is None else pa.ipc.read_schema(pa.py_buffer(message)).field(0)
-
-
-def _metadata_of_schema(
-    metadata: Mapping[bytes, bytes], shown: Collection[str], denied: frozenset[str]
-) -> dict[str, str]:
-    """Return the shown metadata of Arrow's schema, which has the same entries as the file."""
-    found: dict[str, str] = {}
-    for key, value in metadata.items():
-        if key != ARROW_SCHEMA_KEY.encode():
-            kept = _shown(key.decode(), value.decode(), shown, frozenset(), denied)
-            if kept is not None:
-                found[key.decode()] = kept
-    return found
 
 
 def _pandas(known: Any, shown: Collection[str], denied: frozenset[str]) -> Any:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parquet_keytools import audit
-from parquet_keytools.config.document import did_you_mean, one_of
+from parquet_keytools.config.document import did_you_mean, list_of_names, one_of
 from parquet_keytools.config.key_policy import (
     ChosenKey,
     ColumnPath,
@@ -27,16 +28,11 @@ from parquet_keytools.config.key_policy import (
 from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration, TableSettings, placeholders, values_in_folders
 from parquet_keytools.encryption import file_encryption
-from parquet_keytools.encryption.aad import (
-    ExpectedAadPrefix,
-    delimited_prefix,
-    expected_aad_prefix,
-)
+from parquet_keytools.encryption.aad import ExpectedAadPrefix, delimited_prefix, expected_aad_prefix
 from parquet_keytools.encryption.file_encryption import FileEncryption, KeyChoice
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.errors import ConfigurationError, value_or_raise
-from parquet_keytools.files.column_values import ColumnValue, column_value
 from parquet_keytools.files.denied_columns import with_digests
 from parquet_keytools.files.opened_file import (
     FileIdentities,
@@ -45,7 +41,14 @@ from parquet_keytools.files.opened_file import (
     open_files,
     read_again_if_changed,
 )
-from parquet_keytools.files.table_check import TableCheck, protected_names, refuse_folders_above, seen_key
+from parquet_keytools.files.table_check import (
+    ColumnValue,
+    TableCheck,
+    column_value,
+    protected_names,
+    refuse_folders_above,
+    seen_key,
+)
 from parquet_keytools.format.file_layout import accept_footers_up_to
 from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
@@ -76,15 +79,10 @@ def no_one_value(path: str, problem: str) -> ConfigurationError:
 
 @dataclass(frozen=True)
 class TablePolicy:
-    """The policy of a table for one schema.
+    """The policy of a table for one schema: leaf path -> key, and name of a master key -> its identifier.
 
-    Attributes:
-        table_name: Name of the table.
-        table: Its settings.
-        columns: Leaf path -> its key.
-        master_key_ids: Name of a master key -> identifier in the KMS; of a template, the template of it.
-        key_values: Placeholder -> value that the caller gives.
-        column_values: Placeholder -> value of the column of this name; None in a file without rows.
+    Of a key with a placeholder, the identifier is a template. `key_values` come from the caller, `column_values`
+    from the file; None stands for a file without rows.
     """
 
     table_name: str
@@ -108,11 +106,7 @@ class TablePolicy:
     def with_column_values(
         self, footer: Footer, deks: Mapping[ColumnPath, SecretBytes] | None = None
     ) -> TablePolicy:
-        """Return the policy for the file with this footer, if keys depend on values of its columns.
-
-        Raises:
-            ConfigurationError: A column has no value, or more than one.
-        """
+        """Return the policy for a file, if keys depend on values of its columns, each of which must be unique."""
         values: dict[str, str | None] = {}
         for name in self.table.value_columns:
             found = column_value(footer, name, deks or {}) or ColumnValue(
@@ -124,13 +118,7 @@ class TablePolicy:
         return dataclasses.replace(self, column_values=values) if values else self
 
     def check_partition_columns(self, names: Collection[str]) -> None:
-        """Refuse to partition by columns that `column_keys` covers: names of folders are readable.
-
-        Columns that are encrypted without being listed only cause a warning.
-
-        Raises:
-            ConfigurationError: `column_keys` covers one of the columns.
-        """
+        """Refuse to partition by columns under `column_keys`, and warn of others that are encrypted."""
         for path, key in self.columns.items():
             if path[0] not in names or key.kind == "plaintext":
                 continue
@@ -143,11 +131,7 @@ class TablePolicy:
             warn_caller(f"{message}, for the data set is partitioned by it")
 
     def refuse_folder_names(self, names: Iterable[str]) -> None:
-        """Refuse names of folders that would give values to encrypted columns of the files: no reader opens these.
-
-        Raises:
-            ConfigurationError: A file has such a column.
-        """
+        """Refuse names of folders that would give values to encrypted columns: no reader opens such files."""
         protected = [path for path, key in self.columns.items() if key.kind != "plaintext"]
         for name, column in protected_names(names, protected, None).items():
             raise ConfigurationError(
@@ -159,13 +143,7 @@ class TablePolicy:
 
 @dataclass(frozen=True)
 class NewFileKeys:
-    """The keys of a new file.
-
-    Attributes:
-        encryption: For the module encryptor.
-        key_materials: External key material by reference; None if there is none.
-        kms_instance_id: The KMS that the footer names; None if its key is in none.
-    """
+    """The keys of a new file, its external key material by reference, and the KMS that the footer names."""
 
     encryption: FileEncryption
     key_materials: dict[str, KeyMaterial] | None
@@ -225,18 +203,7 @@ class KeyService:
         field_labels: FieldLabels,
         key_values: Mapping[str, str] | None = None,
     ) -> TablePolicy:
-        """Return the policy of a table for a schema with these leaf columns, and the labels of its fields.
-
-        Args:
-            table_name: The table; None if there is only one.
-            leaf_paths: The leaf columns.
-            field_labels: The labels of the fields.
-            key_values: Placeholder in names of keys -> value, from the caller.
-
-        Raises:
-            ConfigurationError: The table does not exist, its patterns do not fit the schema, or it has no such
-                placeholders.
-        """
+        """Return the policy of a table for leaf columns and labels, with placeholder -> value from the caller."""
         name, table = self.configuration.select_table(table_name)
         for placeholder in key_values or {}:
             if placeholder not in table.key_values:
@@ -258,11 +225,7 @@ class KeyService:
         )
 
     def with_values(self, policy: TablePolicy, location: FileLocation | str) -> TablePolicy:
-        """Return the policy with the master keys of the values that a file has.
-
-        Raises:
-            ConfigurationError: A value is missing or not allowed, or path and argument differ.
-        """
+        """Return the policy with the master keys of the values that a file has, of which none may be ambiguous."""
         if not policy.table.has_templates:
             return policy
         values: dict[str, str] = {}
@@ -296,11 +259,7 @@ class KeyService:
         return dataclasses.replace(policy, master_key_ids={**policy.master_key_ids, **identifiers})
 
     def table_check(self, table_name: str | None) -> TableCheck | None:
-        """Return the comparison with a table; None if the configuration has no tables.
-
-        Raises:
-            ConfigurationError: The table does not exist, or no table is named and there are several.
-        """
+        """Return the comparison with a table, None standing for the only one; None without tables."""
         name = self.configuration.table_of_files(table_name)
         if name is None:
             return None
@@ -315,17 +274,8 @@ class KeyService:
         aad_prefix: str | bytes | None,
         stored: bytes | None = None,
     ) -> ExpectedAadPrefix | None:
-        """Return the AAD prefix that a file must have (spec 4.4.1); None if it may have any.
-
-        Args:
-            location: The file.
-            table_name: Its table; None if there is only one.
-            aad_prefix: The prefix that the caller expects instead of the table's.
-            stored: The prefix that the file stores, which is not authenticated.
-
-        Raises:
-            AadPrefixError: `aad_prefix` is not a valid prefix; see `prefix_bytes`.
-        """
+        """Return the AAD prefix that a file must have (spec 4.4.1); None if it may have any."""
+        # `aad_prefix` is from the caller, in place of the table's; `stored` is in the file, and not authenticated.
         any_file_unique = self.configuration.reading.file_unique_lengths == "any"
         if table_name is None and len(self.configuration.tables) != 1:
             rendered = self._prefixes_of_some_table(location, stored)
@@ -340,11 +290,7 @@ class KeyService:
         return KmsKeys(self._unwrapper, self.configuration.reading.cache_lifetime_seconds, known)
 
     def master_key_id(self, name: str) -> str:
-        """Return the identifier of a master key.
-
-        Raises:
-            ConfigurationError: The name is unknown, or is of a data key.
-        """
+        """Return the identifier of a master key."""
         reference = resolve_key(self.configuration, name)
         if not isinstance(reference, MasterKeyReference):
             raise ConfigurationError(
@@ -361,11 +307,7 @@ class KeyService:
         return self._of_file(material).master_key_id in connected
 
     def new_wrapped_key(self, name: str) -> tuple[SecretBytes, KeyMaterial]:
-        """Return a new key of 256 bits, and its key material under a master key, which wraps it directly.
-
-        Raises:
-            KmsError: The key cannot be wrapped.
-        """
+        """Return a new key of 256 bits, and its key material under a master key, which wraps it directly."""
         assert self._wrapper is not None
         key = SecretBytes.random(256)
         assert self.kms is not None
@@ -380,11 +322,7 @@ class KeyService:
         return key, self._wrapper.wrap([to_wrap], wrapping)[0]
 
     def unwrap_key(self, material: KeyMaterial) -> SecretBytes:
-        """Return the key of key material.
-
-        Raises:
-            KeytoolsError: It is unavailable.
-        """
+        """Return the key of key material; raise `KeytoolsError` if it is unavailable."""
         return value_or_raise(self.kms_keys().deks([self._of_file(material)])[0])
 
     def _of_file(self, material: KeyMaterial) -> KeyMaterial:
@@ -415,26 +353,9 @@ class KeyService:
         identities: FileIdentities | None = None,
         reads_folder_names: bool = True,
     ) -> list[OpenedFile]:
-        """Open files for reading, if they match their table; see `opened_file.open_files`.
-
-        Args:
-            locations: The files.
-            table_name: Their table; None if there is only one, or none at all.
-            aad_prefix: The AAD prefix that the caller expects instead of the table's.
-            again: Whether files are opened again if one changed; False if the caller does that.
-            wanted: Selects the columns to read.
-            kms_keys: The keys of a longer operation.
-            identities: Compares the files with others of their folder; None compares with all opened files.
-            reads_folder_names: Whether a reader may use the names of folders as values of columns.
-
-        Raises:
-            FolderNameError: A folder of a file gives values to an encrypted column.
-            ConfigurationError: The table does not exist, or no table is named and there are several.
-            TableMismatchError: A file does not match its table.
-            ReusedKeysError: A file shares data keys and file unique with another file of its folder.
-            KeytoolsError: See `opened_file.open_files`.
-        """
-        # For a data set, the caller has set the folder.
+        """Open files for reading, if they match their table; see `opened_file.open_files`."""
+        # Without `again`, the caller opens files again if one changed. `identities` are of a data set; else
+        # files are compared with all that were opened. `reads_folder_names`: a reader may use names of folders.
         about = audit.about(locations[0]) if len(locations) == 1 else contextlib.nullcontext()
 
         def opening() -> list[OpenedFile]:
@@ -464,11 +385,7 @@ class KeyService:
         return files
 
     def has_keys_of(self, opened: OpenedFile, policy: TablePolicy) -> bool:
-        """Return whether a file is protected as a new file would be: with the same keys for the same columns.
-
-        Raises:
-            ConfigurationError: A value of a placeholder is missing or not allowed.
-        """
+        """Return whether a file is protected as a new file would be: with the same keys for the same columns."""
         policy = self.with_values(policy, opened.location)
         footer, keys = opened.footer, opened.retriever
 
@@ -494,28 +411,14 @@ class KeyService:
     def wrap_keks(self, policy: TablePolicy) -> None:
         """Wrap the KEKs of a table, if it has any, so that its next files need no KMS call."""
         if self._wrapper is not None and policy.table.double_wrapping:
-            used = {policy.table.footer_key, *(key.key_name for key in policy.columns.values())}
             any_dek = SecretBytes.random(policy.table.data_key_length_bits)
-            deks = [
-                DekToWrap(any_dek, master_key_id, is_footer_key=False)
-                for name, master_key_id in policy.master_key_ids.items()
-                if name in used and not placeholders(master_key_id)
-            ]
+            deks = [DekToWrap(any_dek, one, is_footer_key=False) for one in policy.used_master_key_ids()]
             self._wrapper.wrap(deks, self._wrapping(policy))
 
     def new_file_keys(
         self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
     ) -> NewFileKeys:
-        """Make the keys of a new file, and wrap them.
-
-        Args:
-            policy: The policy for the file's schema.
-            location: Where the file will be; its name may be in the AAD prefix.
-            reference_suffix: Makes references to external key material differ from existing ones.
-
-        Raises:
-            KmsError: A key cannot be wrapped.
-        """
+        """Make the keys of a new file, and wrap them; the suffix makes references to key material new."""
         policy = self.with_values(policy, location)
         table = policy.table
         own = {path: key.key_name for path, key in policy.columns.items() if key.kind == "column_key"}
@@ -610,3 +513,68 @@ def _restored(configuration: Configuration, identities: FileIdentities) -> KeySe
 def new_reference_suffix() -> str:
     """Return a suffix that no reference to key material has."""
     return f".{secrets.token_hex(4)}"
+
+
+# --- master keys of new values of a placeholder, such as a new tenant ---
+
+
+@dataclass(frozen=True)
+class TenantKey:
+    """The master key of a value.
+
+    Attributes:
+        value: The value, such as the name of a tenant.
+        master_key_id: Identifier of its master key.
+        created: Whether the master key was created; False if it existed already.
+    """
+
+    value: str
+    master_key_id: str
+    created: bool
+
+
+def create_tenant_keys(
+    keys: KeyService,
+    values: Collection[str],
+    table_name: str | None,
+    *,
+    placeholder: str | None,
+    tags: Mapping[str, str] | None,
+    policy: Mapping[str, Any] | None,
+    on_key: Callable[[TenantKey], None] | None,
+) -> list[TenantKey]:
+    """Create the master keys of values; see `Keytools.create_tenant_keys`."""
+    table_name, table = keys.configuration.select_table(table_name)
+    if placeholder is None and len(table.key_values) == 1:
+        (placeholder,) = table.key_values
+    if placeholder not in table.key_values:
+        what = "several placeholders" if placeholder is None else f"no placeholder {placeholder!r}"
+        if not table.key_values:
+            what = "no key_values"
+        raise ConfigurationError(
+            f"the table {table_name!r} has {what}.",
+            hint=f"Name a placeholder: {one_of(table.key_values)}" if table.key_values else "See docs/tenants.md.",
+        )
+    used = {name for _, name in table.key_uses() if placeholders(name) == [placeholder]}
+    # All values are checked before the first key is created.
+    wanted = {
+        value: [
+            key.master_key_id
+            for template, key in keys_of_value(keys.configuration, table_name, {placeholder: value}).items()
+            if template in used
+        ]
+        for value in list_of_names("values", values)
+    }
+    assert keys.kms is not None
+    found = []
+    for value, master_key_ids in wanted.items():
+        # As JSON, so that no value changes the structure of a policy.
+        text = json.dumps([dict(tags or {}), policy]).replace(f"{{{placeholder}}}", json.dumps(value)[1:-1])
+        own_tags, own_policy = json.loads(text)
+        for master_key_id in master_key_ids:
+            policy_text = None if own_policy is None else json.dumps(own_policy)
+            created = keys.kms.create_master_key(master_key_id, own_tags, policy_text)
+            found.append(TenantKey(value, master_key_id, created))
+            if on_key is not None:
+                on_key(found[-1])
+    return found

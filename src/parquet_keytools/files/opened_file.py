@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import logging
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,8 +36,7 @@ from parquet_keytools.errors import (
     ReusedKeysError,
     TableMismatchError,
 )
-from parquet_keytools.files.column_values import column_value
-from parquet_keytools.files.table_check import KeySource, SeenColumn, TableCheck, seen_key
+from parquet_keytools.files.table_check import KeySource, SeenColumn, TableCheck, column_value, seen_key
 from parquet_keytools.format.file_layout import ByteSource, HeldSource
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import DataKeys, FileKeyRetriever, KmsKeys
@@ -58,13 +56,7 @@ WantedColumns = Callable[[Sequence[FooterColumn]], Sequence[FooterColumn]]
 
 @dataclass(frozen=True)
 class VerifiedTail:
-    """The end of a file at the time when its footer was verified.
-
-    Attributes:
-        size_bytes: Length of the whole file.
-        offset: Where the footer begins.
-        data: From there to the end.
-    """
+    """The end of a file, from its footer on, when the footer was verified; `size_bytes` is of the whole file."""
 
     size_bytes: int
     offset: int
@@ -79,13 +71,7 @@ class VerifiedTail:
 
 @dataclass(frozen=True)
 class ColumnDigests:
-    """Inputs for digests of columns of a file.
-
-    Attributes:
-        columns: Leaf paths of the columns that are shown as digests, if they are shown at all.
-        secret: The key of the digests; None if it is unavailable or not needed.
-        deks: Leaf path of each of these columns that can be read -> its DEK; None if it has none of its own.
-    """
+    """The leaf columns that are shown as digests, the secret if it is available, and the DEKs of columns."""
 
     columns: frozenset[tuple[str, ...]]
     secret: SecretBytes | None = field(default=None, repr=False)
@@ -97,16 +83,13 @@ class OpenedFile:
     """A file that may be read.
 
     Attributes:
-        location: Where it is.
         footer: Its footer, authenticated.
         tail: The footer as it was read.
-        retriever: The source of its keys.
         kms_keys: The keys that the KMS unwrapped for it, and for files that were opened with it.
         deks: DEKs of columns with a column key, as far as they are available.
         denied: Paths of columns that cannot be read, and why.
-        refused: The denied columns whose keys this reader is not allowed to have: the KMS refuses the keys that
-            the table names. All other errors may be temporary, or an attack. With `denied_columns: hash`, the
-            columns that are shown as digests instead.
+        refused: The denied columns of which the KMS refuses the keys that the table names. All other errors may be
+            temporary, or an attack. With `denied_columns: hash`, the columns that are shown as digests instead.
         digests: Inputs for digests; None if no column of the file is shown as digests.
         not_wanted: Denied columns that the reader will not read: no key was fetched for them.
     """
@@ -138,43 +121,18 @@ class OpenedFile:
         if not self.is_encrypted:
             raise NotEncryptedError(f"{self.location} is not encrypted.")
 
-    def column_materials(self) -> Iterator[KeyMaterial]:
-        """Yield the key material of each column key, as far as it is valid."""
-        for column in _with_own_key(self.footer.columns):
-            with contextlib.suppress(KeytoolsError):
-                material = self.retriever.material(column.key_metadata)
-                if material is not None:
-                    yield material
-
-    def columns_named(self, name: str) -> list[FooterColumn]:
-        """Return the leaf columns that a name in a projection means; see `columns_named`."""
-        return columns_named(self.footer.columns, name)
+    def column_materials(self) -> list[KeyMaterial]:
+        """Return the key material of each column key, as far as it is valid."""
+        return _materials(self.retriever, [column.key_metadata for column in _with_own_key(self.footer.columns)])
 
     def refuse_denied(self, names: Sequence[str] | None, *, hint: str = "", hides_refused: bool = False) -> None:
-        """Raise an error if one of these columns cannot be read.
-
-        Args:
-            names: Names of columns, as in a projection; None means all columns.
-            hint: Hint of the error.
-            hides_refused: Whether to accept columns in `refused`. An unavailable KMS or a damaged key is still an
-                error: otherwise results would sometimes lack columns.
-
-        Raises:
-            ColumnAccessDeniedError: Keys are unavailable.
-            KmsConfigurationError: The KMS does not accept the credentials.
-            ParquetFormatError: The metadata of a column is damaged.
-        """
-        wanted = (
-            list(self.footer.columns)
-            if names is None
-            else [column for name in names for column in self.columns_named(name)]
-        )
-        denied = [
-            column.path
-            for column in wanted
-            if column.path in self.denied and not (hides_refused and column.path in self.refused)
-        ]
-        if denied:
+        """Raise an error if one of these columns (None: of all) cannot be read."""
+        # `hides_refused` accepts columns in `refused`. An unavailable KMS or a damaged key is still an error:
+        # otherwise results would sometimes lack columns.
+        columns = self.footer.columns
+        wanted = columns if names is None else [one for name in names for one in columns_named(columns, name)]
+        failing = self.denied.keys() - self.refused if hides_refused else self.denied.keys()
+        if denied := [column.path for column in wanted if column.path in failing]:
             raise self.denial(denied, hint=hint)
 
     def denial(self, paths: Sequence[tuple[str, ...]], *, hint: str = "") -> KeytoolsError:
@@ -218,11 +176,10 @@ class _Opening:
 
     location: FileLocation
     envelope: FooterEnvelope
-    tail: VerifiedTail
     retriever: FileKeyRetriever
+    table_check: TableCheck | None
     prefix: AadPrefix = None
     columns: Sequence[FooterColumn] = ()
-    table_check: TableCheck | None = None
 
     @contextlib.contextmanager
     def errors_of_this_file(self) -> Iterator[None]:
@@ -231,7 +188,7 @@ class _Opening:
             yield
         except (KeyMaterialError, TableMismatchError):
             try:
-                is_there = _read_envelope(self.location)[1] == self.tail
+                is_there = VerifiedTail.of(_read_envelope(self.location)) == VerifiedTail.of(self.envelope)
             except (KeytoolsError, OSError):
                 is_there = False
             if is_there:
@@ -241,14 +198,6 @@ class _Opening:
                 path=str(self.location),
                 hint="Open it again.",
             ) from None
-
-    def materials(self, all_key_metadata: Iterable[bytes | None]) -> Iterator[KeyMaterial]:
-        """Yield the key materials of key metadata. Errors are raised later, when the key is needed."""
-        for key_metadata in all_key_metadata:
-            with contextlib.suppress(KeytoolsError):
-                material = self.retriever.material(key_metadata)
-                if material is not None:
-                    yield material
 
     def open_footer(self) -> Footer:
         envelope = self.envelope
@@ -274,34 +223,16 @@ def open_files(
     allow_ctr: bool = True,
     wanted: WantedColumns = tuple,
 ) -> list[OpenedFile]:
-    """Open files: read and authenticate their footers, and fetch the keys of the wanted columns.
-
-    The KMS is called twice for all files together: for footer keys, then for column keys. Before each call, all
-    files are compared with their table, so that no key of a file of another table is unwrapped.
-
-    Args:
-        locations: The files.
-        kms_keys: Calls the KMS.
-        data_keys: The data keys that the caller manages.
-        aad_prefix_of: Takes a file and its stored AAD prefix, and returns the expected one; None accepts any.
-        table_check: Compares the files with their table; None if there is none.
-        allow_plaintext: Whether files may be unencrypted.
-        allow_ctr: Whether files may have page data that is not authenticated.
-        wanted: Selects the columns to read. No key is fetched for other columns, and they cannot be read.
-
-    Raises:
-        NotEncryptedError: A file is not encrypted.
-        FileChangedError: A file was replaced just now.
-        TableMismatchError: A file does not match its table.
-        ConfigurationError: The table has two keys for a column of a file.
-        DecryptionError: A file is not allowed to use AES-CTR, or was written with AES-GCM and claims AES-CTR; or a
-            footer does not authenticate.
-        KeytoolsError: A footer cannot be read. Columns that cannot be read are in `OpenedFile.denied`.
-    """
+    """Open files: read and authenticate their footers, and fetch the keys of the wanted columns."""
+    # The KMS is called twice for all files together: for footer keys, then for column keys. Before each call, all
+    # files are compared with their table, so that no key of a file of another table is unwrapped. Columns that
+    # cannot be read are in `OpenedFile.denied`; so are all that are not wanted.
     with ThreadPoolExecutor(min(_CONCURRENT_FILES, max(1, len(locations)))) as pool:
+        # A thread for one file would only cost time.
+        read = map if len(locations) == 1 else pool.map
         openings = [
-            _Opening(location, envelope, tail, FileKeyRetriever(kms_keys, data_keys, location))
-            for location, (envelope, tail) in zip(locations, _read_envelopes(locations, pool), strict=True)
+            _Opening(location, envelope, FileKeyRetriever(kms_keys, data_keys, location), table_check)
+            for location, envelope in zip(locations, read(_read_envelope, locations), strict=True)
         ]
         for opening in openings:
             if opening.envelope.mode is FooterMode.UNENCRYPTED and not allow_plaintext:
@@ -311,41 +242,38 @@ def open_files(
                 )
             if not allow_ctr:
                 refuse_ctr(opening.envelope, str(opening.location))
-        for opening in openings:
             if table_check is not None:
                 with opening.errors_of_this_file():
                     check_footer_key(table_check, str(opening.location), opening.envelope, opening.retriever)
-        for opening in openings:
             opening.prefix = aad_prefix_of(opening.location, opening.envelope.aad_prefix)
             if opening.envelope.mode is not FooterMode.UNENCRYPTED:
                 opening.envelope.file_aads(opening.prefix)
         kms_keys.fetch(
-            material for opening in openings for material in opening.materials([opening.envelope.key_metadata])
+            material
+            for opening in openings
+            for material in _materials(opening.retriever, [opening.envelope.key_metadata])
         )
         footers = []
         for opening in openings:
-            with opening.errors_of_this_file(), naming_place(opening.location):
-                footers.append(opening.open_footer())
-        for opening, footer in zip(openings, footers, strict=True):
-            if table_check is not None:
-                with opening.errors_of_this_file():
+            with opening.errors_of_this_file():
+                with naming_place(opening.location):
+                    footer = opening.open_footer()
+                if table_check is not None:
                     opening.table_check = check_column_keys(
                         table_check, str(opening.location), footer, opening.retriever
                     )
             is_plaintext = footer.mode is FooterMode.UNENCRYPTED
             opening.columns = footer.columns if is_plaintext else wanted(footer.columns)
+            footers.append(footer)
         kms_keys.fetch(
             material
             for opening in openings
-            for material in opening.materials([column.key_metadata for column in _with_own_key(opening.columns)])
+            for material in _materials(
+                opening.retriever, [column.key_metadata for column in _with_own_key(opening.columns)]
+            )
         )
         files = [
-            _open_columns(
-                OpenedFile(opening.location, footer, opening.tail, opening.retriever, kms_keys, {}, {}),
-                opening.columns,
-                opening.table_check,
-            )
-            for opening, footer in zip(openings, footers, strict=True)
+            _open_columns(opening, footer, kms_keys) for opening, footer in zip(openings, footers, strict=True)
         ]
         stating_ctr = [opened for opened in files if opened.footer.algorithm is Algorithm.AES_GCM_CTR_V1]
         list(pool.map(_check_algorithm, stating_ctr))
@@ -355,33 +283,10 @@ def open_files(
 _CONCURRENT_FILES = 16
 """How many footers are read at a time; each takes two reads, which on an object store is mostly waiting."""
 
-_FAST_SECONDS = 0.001
-_MOST_SECONDS = 0.02
-"""Local footers are read one by one while each takes at most the first, and all together the second more."""
 
-
-def _read_envelopes(
-    locations: Sequence[FileLocation], pool: ThreadPoolExecutor
-) -> list[tuple[FooterEnvelope, VerifiedTail]]:
-    """Read the footers of files: in this thread if that is fast, otherwise many at a time.
-
-    Reading a footer from a local disk is faster than passing it to a thread. A local path may still be on a file
-    server, where reading is mostly waiting.
-    """
-    envelopes: list[tuple[FooterEnvelope, VerifiedTail]] = []
-    if all(location.is_local for location in locations):
-        start = time.monotonic()
-        for location in locations:
-            envelopes.append(_read_envelope(location))
-            if time.monotonic() - start > _MOST_SECONDS + len(envelopes) * _FAST_SECONDS:
-                break
-    return envelopes + list(pool.map(_read_envelope, locations[len(envelopes) :]))
-
-
-def _read_envelope(location: FileLocation) -> tuple[FooterEnvelope, VerifiedTail]:
+def _read_envelope(location: FileLocation) -> FooterEnvelope:
     with open_source(location) as source:
-        envelope = read_envelope(source)
-        return envelope, VerifiedTail.of(envelope)
+        return read_envelope(source)
 
 
 def refuse_ctr(envelope: FooterEnvelope, path: str) -> None:
@@ -394,12 +299,7 @@ def refuse_ctr(envelope: FooterEnvelope, path: str) -> None:
 
 
 def check_footer_key(table_check: TableCheck, path: str, envelope: FooterEnvelope, keys: KeySource) -> None:
-    """Refuse an encrypted file whose footer is not under its table's key, before that key is unwrapped.
-
-    Raises:
-        TableMismatchError: The key or the algorithm is not the table's.
-        KeyMaterialError: The key metadata is not valid.
-    """
+    """Refuse an encrypted file whose footer is not under its table's key, before that key is unwrapped."""
     if envelope.algorithm is not None:
         key = seen_key(keys, envelope.key_metadata, None)
         table_check = table_check.for_file(path, [key])
@@ -407,17 +307,8 @@ def check_footer_key(table_check: TableCheck, path: str, envelope: FooterEnvelop
 
 
 def check_column_keys(table_check: TableCheck, path: str, footer: Footer, keys: KeySource) -> TableCheck:
-    """Refuse an encrypted file whose columns are not under their table's keys, before these are unwrapped.
-
-    A column whose key metadata is not valid is skipped: it cannot be read.
-
-    Returns:
-        The comparison for this file; see `TableCheck.for_file`.
-
-    Raises:
-        TableMismatchError: A key is not the table's, or a column is in plaintext and the table has a key for it.
-        ConfigurationError: The table has two keys for one of the columns.
-    """
+    """Refuse an encrypted file whose columns are not under their table's keys, before these are unwrapped."""
+    # Returns the comparison for this file. A column without valid key metadata is skipped: it cannot be read.
     if footer.mode is FooterMode.UNENCRYPTED or not footer.row_groups:
         return table_check
     seen = []
@@ -439,17 +330,8 @@ def check_column_keys(table_check: TableCheck, path: str, footer: Footer, keys: 
 def check_column_values(
     table_check: TableCheck, path: str, footer: Footer, deks: Mapping[tuple[str, ...], SecretBytes]
 ) -> None:
-    """Refuse a file whose columns have another value than its keys, as far as their statistics are readable.
-
-    Args:
-        table_check: The comparison for this file; see `TableCheck.for_file`.
-        path: The path of the file.
-        footer: Its footer.
-        deks: Compare the columns with these DEKs; if there are none, the columns without a key of their own.
-
-    Raises:
-        TableMismatchError: A column has another value, several values or nulls, or incomplete statistics.
-    """
+    """Refuse a file whose columns have another value than its keys, as far as their statistics are readable."""
+    # Without DEKs, the columns without a key of their own are compared; otherwise the columns with these DEKs.
     names = [name for name in table_check.settings.value_columns if not deks or (name,) in deks]
     found = {name: column_value(footer, name, deks) for name in names}
     table_check.refuse(path, table_check.value_mismatches({k: v for k, v in found.items() if v is not None}))
@@ -459,10 +341,18 @@ def _with_own_key(columns: Iterable[FooterColumn]) -> list[FooterColumn]:
     return [column for column in columns if column.encryption is ColumnEncryption.COLUMN_KEY]
 
 
-def _open_columns(
-    opened: OpenedFile, wanted: Sequence[FooterColumn], table_check: TableCheck | None
-) -> OpenedFile:
-    footer = opened.footer
+def _materials(retriever: FileKeyRetriever, all_key_metadata: Iterable[bytes | None]) -> list[KeyMaterial]:
+    """Return the key materials of key metadata. Errors are raised later, when the key is needed."""
+    found = []
+    for key_metadata in all_key_metadata:
+        with contextlib.suppress(KeytoolsError):
+            found.append(retriever.material(key_metadata))
+    return [material for material in found if material is not None]
+
+
+def _open_columns(opening: _Opening, footer: Footer, kms_keys: KmsKeys) -> OpenedFile:
+    tail, wanted, table_check = VerifiedTail.of(opening.envelope), opening.columns, opening.table_check
+    opened = OpenedFile(opening.location, footer, tail, opening.retriever, kms_keys, {}, {})
     not_wanted: frozenset[tuple[str, ...]] = frozenset()
     if len(wanted) < len(footer.columns):
         kept = {column.ordinal for column in wanted}
@@ -471,18 +361,14 @@ def _open_columns(
         opened.denied.update(dict.fromkeys(not_wanted, reason))
     columns = _with_own_key(wanted)
     outcomes = opened.retriever.column_deks([(column.path, column.key_metadata) for column in columns])
-    refused = frozenset(
-        column.path
-        for column, outcome in zip(columns, outcomes, strict=True)
-        if isinstance(outcome, KEY_REFUSALS)
-        and table_check is not None
-        and _is_refused(opened, column, outcome, table_check)
-    )
+    refused = set()
     for column, outcome in zip(columns, outcomes, strict=True):
-        if isinstance(outcome, KeytoolsError):
-            opened.denied[column.path] = outcome
-        else:
+        if isinstance(outcome, SecretBytes):
             opened.deks[column.path] = outcome
+            continue
+        opened.denied[column.path] = outcome
+        if _is_refused(opened, column, outcome, table_check):
+            refused.add(column.path)
     # Arrow aborts the process on column metadata that does not decrypt, so it must not be the first to try.
     for column in wanted:
         if column.path in opened.denied:
@@ -495,11 +381,15 @@ def _open_columns(
             opened.deks.pop(column.path, None)
     if table_check is not None and opened.deks:
         check_column_values(table_check, str(opened.location), footer, opened.deks)
-    return dataclasses.replace(opened, refused=refused, not_wanted=not_wanted)
+    return dataclasses.replace(opened, refused=frozenset(refused), not_wanted=not_wanted)
 
 
-def _is_refused(opened: OpenedFile, column: FooterColumn, error: KeytoolsError, table_check: TableCheck) -> bool:
+def _is_refused(
+    opened: OpenedFile, column: FooterColumn, error: KeytoolsError, table_check: TableCheck | None
+) -> bool:
     """Return whether the KMS refuses the key that the table names for a column, and not another key."""
+    if table_check is None or not isinstance(error, KEY_REFUSALS):
+        return False
     material = opened.retriever.material(column.key_metadata)
     key = seen_key(opened.retriever, column.key_metadata, column.path)
     paths = [leaf.path for leaf in opened.footer.columns]
@@ -538,15 +428,9 @@ def name_place(error: KeytoolsError, location: FileLocation, columns: Sequence[F
 
 
 def as_verified(opened: OpenedFile, source: ByteSource) -> ByteSource:
-    """Return a file as it was when its footer was verified.
-
-    The data is read from the file. The footer is the verified one and is not read again, because the beginning of
-    an encrypted footer is not authenticated, and a parser must not see another one than was checked. If keys were
-    rotated meanwhile, the file has a footer with other key metadata, and the same data.
-
-    Raises:
-        FileChangedError: It is another file, or was altered.
-    """
+    """Return a file as it was when its footer was verified; raise `FileChangedError` if its data may be other."""
+    # The footer is not read again, because the beginning of an encrypted footer is not authenticated, and a parser
+    # must not see another one than was checked. A rotation changes key metadata, and no data.
     tail = opened.tail
     if not ends_with(source, tail.offset, tail.data) and not _has_new_key_metadata(opened, source):
         raise FileChangedError(
@@ -577,11 +461,7 @@ _ATTEMPTS = 8
 
 
 def read_again_if_changed(read: Callable[[], T]) -> T:
-    """Call a function that reads files, and again if a file changed: another look tells a change from an attack.
-
-    Raises:
-        FileChangedError: A file changed in each attempt.
-    """
+    """Call a function that reads files, again if a file changed: another look tells a change from an attack."""
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(FileChangedError):
             return read()
@@ -597,12 +477,9 @@ REMEDY = "Remove copies, and give the others keys of their own: `parquet-keytool
 
 
 class FileIdentities:
-    """Remembers the files of one folder, or all files of a process. Thread-safe.
+    """Remembers the files of one folder, whose copies it refuses, or all files of a process. Thread-safe.
 
     Copies in worker processes share what they remember; other copies begin empty.
-
-    Args:
-        refuses: Whether a file with the keys of another one is refused, as in a folder, or only warned of.
     """
 
     def __init__(self, *, refuses: bool) -> None:
@@ -625,14 +502,9 @@ class FileIdentities:
         self._lock = ForkSafeLock()
 
     def compare(self, opened: OpenedFile) -> None:
-        """Remember a file; refuse it, or warn, if it shares data key and file unique with another one.
-
-        There is no warning if the other file was moved or replaced since, or has the same bytes, as in a backup:
-        no module could be exchanged.
-
-        Raises:
-            ReusedKeysError: It does, and is refused.
-        """
+        """Remember a file; refuse it, or warn, if it shares data key and file unique with another one."""
+        # There is no warning if the other file was moved or replaced since, or has the same bytes, as in a backup:
+        # no module could be exchanged.
         if not opened.is_encrypted:
             return
         envelope = opened.footer.envelope
@@ -659,10 +531,7 @@ class FileIdentities:
         warn_caller(str(error))
 
     def other(self, location: FileLocation, footer_dek: SecretBytes, file_unique: bytes) -> FileLocation | None:
-        """Remember a file; return another file that was opened before with the same data key and file unique.
-
-        One file under two names, through links, is not another file.
-        """
+        """Remember a file; return another file, not a link to it, with the same data key and file unique."""
         digest = self._digest(footer_dek, file_unique)
         with self._lock:
             # One step, because worker processes may do it at the same time.
@@ -692,7 +561,8 @@ def _is_there(location: FileLocation, file_unique: bytes) -> bool:
 def _differs(location: FileLocation, opened: OpenedFile) -> bool:
     """Return whether another file has the file unique of the opened one, and other data."""
     try:
-        envelope, tail = _read_envelope(location)
+        envelope = _read_envelope(location)
     except (KeytoolsError, OSError):
         return False
-    return tail != opened.tail and envelope.aad_file_unique == opened.footer.envelope.aad_file_unique
+    is_other = VerifiedTail.of(envelope) != opened.tail
+    return is_other and envelope.aad_file_unique == opened.footer.envelope.aad_file_unique

@@ -32,12 +32,7 @@ _CACHED_SEGMENTS = 4
 
 
 class SpoolRoom:
-    """Room for the segments of any number of plaintext files; thread-safe.
-
-    Args:
-        target: Where the files will be. The temporary file is on the same disk if that is local, otherwise in the
-            folder for temporary files.
-    """
+    """Room for the segments of any number of files; a temporary file is on the target's disk if that is local."""
 
     def __init__(self, target: FileLocation, memory_bytes: int = MEMORY_BYTES) -> None:
         self._target = target
@@ -52,12 +47,7 @@ class SpoolRoom:
         self._stored = 0
 
     def put(self, data: bytearray) -> StoredSegment | bytearray:
-        """Keep a segment, and return a handle for `get` and `free`.
-
-        Raises:
-            StorageFailedError: There is no space for it.
-            OutputError: This is a forked child, which would reuse nonces and slots of the file.
-        """
+        """Keep a segment, and return a handle for `get` and `free`."""
         refuse_in_child(self._owner, self._target)
         with self._lock:
             self._take_back()
@@ -82,12 +72,7 @@ class SpoolRoom:
         return stored
 
     def get(self, kept: StoredSegment | bytearray) -> bytearray:
-        """Return a segment.
-
-        Raises:
-            OSError: It cannot be read.
-            OutputError: The temporary file was changed.
-        """
+        """Return a segment; raise `OutputError` if the temporary file was changed."""
         if isinstance(kept, bytearray):
             return kept
         assert self._file is not None
@@ -102,10 +87,8 @@ class SpoolRoom:
         return plaintext
 
     def free(self, kept: StoredSegment | bytearray) -> None:
-        """Forget a segment, except in a forked child.
-
-        The garbage collector may call this at any time, also in a thread that has the lock.
-        """
+        """Forget a segment, except in a forked child."""
+        # The garbage collector may call this at any time, also in a thread that has the lock.
         if not self._owner.is_here:
             return
         self._freed.append(kept)
@@ -134,12 +117,7 @@ class StoredSegment(NamedTuple):
 
 
 class PlaintextSpool:
-    """A plaintext file: written in order by one thread, then read in ranges by any number of threads.
-
-    Attributes:
-        path: Name of the final file, for error messages.
-        size_bytes: Number of bytes written.
-    """
+    """A plaintext file: written in order by one thread, then read in ranges by any number of threads."""
 
     def __init__(self, room: SpoolRoom, path: str) -> None:
         self.path = path

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from pyarrow import fs as pafs
 
-from parquet_keytools.errors import ChangedMeanwhileError, KeytoolsError
+from parquet_keytools.errors import ChangedMeanwhileError, KeytoolsError, OutputError
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.material_store import (
     MAX_FILE_BYTES,
@@ -20,13 +20,8 @@ from parquet_keytools.keys.material_store import (
     write_key_materials,
 )
 from parquet_keytools.runtime.threads_and_forks import in_threads
-from parquet_keytools.storage.local_files import FolderIdentity, exclusive_folder, written_meanwhile
-from parquet_keytools.storage.locations import (
-    FileLocation,
-    key_material_location,
-    read_whole,
-    real_location,
-)
+from parquet_keytools.storage.local_files import FolderIdentity, exclusive_folder
+from parquet_keytools.storage.locations import FileLocation, key_material_location, read_whole, real_location
 from parquet_keytools.storage.outputs import (
     Check,
     PendingOutput,
@@ -42,12 +37,7 @@ _FILES_AT_A_TIME = 16
 
 @dataclass(frozen=True)
 class NewKeyMaterial:
-    """The key material of a new Parquet file.
-
-    Attributes:
-        parquet_file: Where the file will be; the name of its key material file follows from it.
-        key_materials: External key material by reference; None if there is none.
-    """
+    """The external key material of a new Parquet file, by reference; None if there is none."""
 
     parquet_file: FileLocation
     key_materials: Mapping[str, KeyMaterial] | None = None
@@ -69,19 +59,9 @@ def replacement(
     *,
     key_material: NewKeyMaterial | None = None,
 ) -> Iterator[PendingOutput]:
-    """Write a file that replaces another one when the block ends, unless that one was changed.
-
-    The new file gets the owner, permissions and attributes of the old one. A link stays; its target is replaced.
-
-    Args:
-        location: The file to replace.
-        check: Raises an error if the file changed after it was read.
-        key_material: The new key material; None leaves a key material file as it is.
-
-    Raises:
-        KeytoolsError: Any error of `check`; the file is unchanged.
-        ChangedMeanwhileError: The file changed after `check`; it is not replaced.
-    """
+    """Write a file that replaces another one when the block ends, unless `check` raises or that one changed."""
+    # The new file gets the owner, permissions and attributes of the old one. A link stays; its target is replaced.
+    # Without `key_material`, a key material file stays as it is.
     target = real_location(location)
     with discarded_unless_done(pending_output(target, like=location)) as pending:
         yield pending
@@ -94,33 +74,16 @@ def replacement(
 
 
 def put_in_place(pending: PendingOutput, new: NewKeyMaterial, *, check: Check | None = None) -> None:
-    """Put a complete Parquet file and its key material in place.
-
-    At each moment, also after a crash, the current Parquet file has its key material: first comes key material for
-    the old file and the new one, then the new file, and then the old keys are removed. For `check` see
-    `PendingOutput.commit`.
-
-    Raises:
-        OutputError: Another writer created the file meanwhile, or it cannot be written.
-        ChangedMeanwhileError: See `PendingOutput.commit`.
-    """
+    """Put a complete Parquet file and its key material in place; for `check` see `PendingOutput.commit`."""
+    # At each moment, also after a crash, the current Parquet file has its key material: first comes key material
+    # for the old file and the new one, then the new file, and then the old keys are removed.
     pending.sync()
-    with exclusive_folder(pending.target):
-        _place([(pending, new)], check)
+    _place([(pending, new)], check)
 
 
 def put_all_in_place(outputs: Iterable[tuple[PendingOutput, NewKeyMaterial]], *, durable: bool = True) -> None:
-    """Put complete Parquet files in place, each as `put_in_place` does, but many at a time.
-
-    All are synced to the disk before the first appears.
-
-    Args:
-        outputs: The files and their key material.
-        durable: Whether folders are synced, and files that were begun as durable.
-
-    Raises:
-        OutputError: See `put_in_place`. Some files may be in place then, each of them complete.
-    """
+    """Put Parquet files in place, each as `put_in_place` does, but many at a time; after an error, some may be."""
+    # All are synced to the disk before the first appears, and their folders afterwards, if they are `durable`.
     folders: dict[str, list[tuple[PendingOutput, NewKeyMaterial]]] = {}
     for pending, new in outputs:
         # Objects in a store have no folder to lock or sync.
@@ -129,23 +92,20 @@ def put_all_in_place(outputs: Iterable[tuple[PendingOutput, NewKeyMaterial]], *,
     if durable:
         every = [pending for group in folders.values() for pending, _ in group]
         in_threads(lambda pending: pending.sync(), every, _FILES_AT_A_TIME)
-    in_threads(partial(_put_in_folder, durable=durable), list(folders.values()), _FILES_AT_A_TIME)
-
-
-def _put_in_folder(outputs: Sequence[tuple[PendingOutput, NewKeyMaterial]], *, durable: bool) -> None:
-    with exclusive_folder(outputs[0][0].target):
-        _place(outputs, durable=durable)
+    in_threads(partial(_place, durable=durable), list(folders.values()), _FILES_AT_A_TIME)
 
 
 def _place(
     outputs: Sequence[tuple[PendingOutput, NewKeyMaterial]], check: Check | None = None, *, durable: bool = True
 ) -> None:
     """Put files of one folder in place; old keys are removed after the new file names are on the disk."""
-    finishes = [_place_one(pending, new, check) for pending, new in outputs]
-    if durable or any(new.key_materials is not None for _, new in outputs):
-        sync_folder(outputs[0][0].target)
-    for finish in finishes:
-        finish()
+    target = outputs[0][0].target
+    with exclusive_folder(target):
+        finishes = [_place_one(pending, new, check) for pending, new in outputs]
+        if durable or any(new.key_materials is not None for _, new in outputs):
+            sync_folder(target)
+        for finish in finishes:
+            finish()
 
 
 def _place_one(pending: PendingOutput, new: NewKeyMaterial, check: Check | None) -> Callable[[], None]:
@@ -158,7 +118,7 @@ def _place_one(pending: PendingOutput, new: NewKeyMaterial, check: Check | None)
     # Read again: a rotation may have replaced it since the file was opened.
     existing = existing_key_materials(parquet_file)
     if not existing.keys().isdisjoint(key_materials):
-        raise written_meanwhile(parquet_file)
+        raise OutputError(f"{parquet_file} was written by another process meanwhile.", hint="Try again.")
     before = _content(parquet_file)
     # A new version of a file keeps its owner and permissions.
     like = None if check is None else pending.target

@@ -33,16 +33,25 @@ from parquet_keytools.config.key_policy import (
 )
 from parquet_keytools.config.labels import FieldLabels, no_field_labels
 from parquet_keytools.config.settings import Configuration, one_value, placeholders, value_in, values_in_folders
+from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import (
     ConfigurationError,
     FolderNameError,
+    ParquetFormatError,
     TableMismatch,
     TableMismatchError,
 )
-from parquet_keytools.files.column_values import ColumnValue
+from parquet_keytools.format.structs import (
+    ChunkStatistics,
+    ColumnMetaData,
+    FileMetaData,
+    SchemaElement,
+    Statistics,
+)
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.runtime.presentation import is_url
+from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
 _MOST_VALUES = 4_096
@@ -61,13 +70,7 @@ _WITHOUT_METADATA = "a key that the file does not name"
 
 @dataclass(frozen=True, slots=True)
 class SeenColumn:
-    """A column as the footer of a file describes it.
-
-    Attributes:
-        path: Names from below the root to the leaf.
-        encryption: Which kind of key encrypts it.
-        key: Its own key; None if it has none, or the file does not name it.
-    """
+    """A column as a footer describes it; its own key is None if the file does not name it."""
 
     path: ColumnPath
     encryption: ColumnEncryption
@@ -76,13 +79,7 @@ class SeenColumn:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The key of a column in a table.
-
-    Attributes:
-        key: The key that the table names; None for plaintext.
-        trusted: All keys that may encrypt the column.
-        text: Its description in messages.
-    """
+    """The key that the table names for a column (None: plaintext), and all that may encrypt it."""
 
     key: KeyReference | None
     trusted: frozenset[KeyReference]
@@ -104,17 +101,7 @@ class TableCheck:
         ignores_case: bool = False,
         moves: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Resolve the names of keys, without a KMS call.
-
-        Args:
-            configuration: The configuration.
-            table_name: The table.
-            ignores_case: Whether the reader of the files ignores the case of column names.
-            moves: Old and new master key of each current move, in addition to those under `rotation`.
-
-        Raises:
-            ConfigurationError: The table does not exist, or names a key that is not declared.
-        """
+        """Resolve the names of keys, without a KMS call; `moves` are old and new master keys of current moves."""
         self.table_name, self.settings = configuration.select_table(table_name)
         table = self.settings
         self._configuration = configuration
@@ -148,12 +135,9 @@ class TableCheck:
         self._schemas: dict[tuple[ColumnPath, ...], list[_Wanted]] = {}
 
     def for_file(self, path: str, seen: Iterable[KeyReference | None]) -> TableCheck:
-        """Return the comparison with the table, with the keys of the values that a file has.
-
-        A value comes from the folders in the path of the file; with `from: argument` and `from: column`, from the
-        master keys that the file names. All of them must agree. A template without one value has no key, and
-        matches no file.
-        """
+        """Return the comparison with the table, with the keys of the values that a file has."""
+        # A value comes from folders in the path, and with `from: argument` or `column` from the keys in the file.
+        # All must agree. A template without one value has no key, and matches no file.
         if not self.settings.has_templates:
             return self
         return self._with_values(tuple(sorted(self.values_of(path, seen).items())))
@@ -207,14 +191,7 @@ class TableCheck:
         return any(old in trusted and new not in trusted for trusted in self._trusted.values())
 
     def keyed(self, names: Collection[str]) -> dict[str, str]:
-        """Return the names of top-level columns that the table encrypts, completely or in part.
-
-        Returns:
-            Name of the column -> name of the key.
-
-        Raises:
-            ConfigurationError: The table has two keys for one of the columns.
-        """
+        """Return the top-level columns that the table encrypts, completely or in part: name -> name of the key."""
         columns = resolve_columns(
             self._configuration,
             self.table_name,
@@ -223,29 +200,25 @@ class TableCheck:
             ignores_case=self._ignores_case,
         )
         whole = {path[0]: key.key_name for path, key in columns.items() if key.is_listed}
-        keys = {name: whole.get(name) or self._listed_key(name) for name in names}
+        keys = {name: whole.get(name) or self.listed.get(_folded(name)) for name in names}
         return {name: key_name for name, key_name in keys.items() if key_name is not None}
 
     @functools.cached_property
-    def listed_names(self) -> frozenset[str]:
-        """Folded names of columns, and of parents of columns, that `column_keys` lists without globs."""
-        patterns = [pattern for _, patterns in self._column_keys for pattern in patterns]
-        parts = [pattern.split(".") for pattern in patterns]
-        names = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
-        return frozenset(_folded(name) for name in names if not WILDCARD.search(name))
+    def listed(self) -> dict[str, str]:
+        """Folded names of columns and their parents that `column_keys` lists without globs -> name of the key."""
+        found: dict[str, str] = {}
+        for key_name, patterns in self._column_keys:
+            for pattern in patterns:
+                parts = pattern.split(".")
+                for name in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):
+                    if not WILDCARD.search(name):
+                        found.setdefault(_folded(name), key_name)
+        return found
 
     def refuse_folder_names(self, paths: Iterable[str], *, is_planned: bool = False) -> None:
-        """Refuse values of encrypted columns in the names of folders, where they are readable.
-
-        For columns that are encrypted without being listed, existing folders only cause a warning.
-
-        Args:
-            paths: Paths of files, relative to the folder of the data set.
-            is_planned: Whether the folders will be created, or exist.
-
-        Raises:
-            ConfigurationError: There is such a column, or the table has two keys for it.
-        """
+        """Refuse values of encrypted columns in the names of folders, where they are readable."""
+        # Existing folders only cause a warning for columns that are encrypted without being listed. The paths are
+        # of files, relative to the folder of the data set.
         names = sorted({name for path in paths for name in names_in_folders(path)})
         keyed = self.keyed(names)
         are_shown = f"{'would be' if is_planned else 'are'} in the names of folders, in plaintext"
@@ -269,14 +242,6 @@ class TableCheck:
         folded = str.lower if self._ignores_case else str
         return any(fnmatchcase(folded(name), folded(pattern)) for pattern in self._plaintext_columns)
 
-    def _listed_key(self, name: str) -> str | None:
-        """Return the key of a pattern that names a column in another spelling, or a part of it."""
-        folded = _folded(name)
-        for key_name, patterns in self._column_keys:
-            if any(f"{_folded(pattern)}.".startswith(f"{folded}.") for pattern in patterns):
-                return key_name
-        return None
-
     def footer_mismatches(self, algorithm: Algorithm, key: KeyReference | None) -> list[TableMismatch]:
         """Return the mismatches of algorithm and key of a footer; to be called before that key is unwrapped."""
         found = []
@@ -292,20 +257,10 @@ class TableCheck:
         columns: Sequence[SeenColumn],
         field_labels: FieldLabels | None = None,
     ) -> list[TableMismatch]:
-        """Return the mismatches of columns; to be called before their keys are unwrapped.
-
-        A column with the footer's DEK has the footer's key. A column that is plaintext in the table may have any
-        key of the table, because then its writer had one.
-
-        Args:
-            footer_key: The key of the footer.
-            columns: The columns of a file.
-            field_labels: The labels of its fields, if a column has to be as its own label says. Readers leave them
-                out: what a file says about itself is no policy.
-
-        Raises:
-            ConfigurationError: The table has two keys for one of the columns; or a field has no valid label.
-        """
+        """Return the mismatches of columns; to be called before their keys are unwrapped."""
+        # A column with the footer's DEK has the footer's key. A column that is plaintext in the table may have any
+        # key of the table, because then its writer had one. Readers leave `field_labels` out: what a file says
+        # about itself is no policy.
         found = []
         all_wanted = self._of_schema([column.path for column in columns], field_labels)
         for column, wanted in zip(columns, all_wanted, strict=True):
@@ -320,12 +275,7 @@ class TableCheck:
         return found
 
     def value_mismatches(self, values: Mapping[str, ColumnValue]) -> list[TableMismatch]:
-        """Return which columns have another value than the keys of the file.
-
-        Args:
-            values: Columns of `key_values` -> the value that they have in the file; the file must have been passed
-                to `for_file`.
-        """
+        """Return which columns have another value than the keys of the file, whose check `for_file` returned."""
         mismatches = []
         for name, found in values.items():
             wanted = self._values.get(name)
@@ -399,14 +349,9 @@ _SEPARATOR = re.compile(r"[/\\]")
 
 @functools.lru_cache(maxsize=1_024)
 def names_in_folders(path: str) -> FolderNames:
-    """Return the names of columns to which the folders of a path give values, by the rules of any reader.
-
-    Readers differ in what they decode first, in which `=` ends a name, and in whether a backslash separates
-    folders. The name of the file itself gives no values.
-
-    Args:
-        path: Path of a file, without following links; or a URL, possibly with a query.
-    """
+    """Return the names of columns to which the folders of a path give values, by the rules of any reader."""
+    # Readers differ in what they decode first, in which `=` ends a name, and in whether a backslash separates
+    # folders. The name of the file itself gives no values.
     text = path.partition("?")[0] if is_url(path) else path
     found: dict[str, str] = {}
     while "=" in text or "%" in text:
@@ -429,22 +374,13 @@ def partition_names(names: Iterable[str]) -> list[str]:
 def protected_names(
     names: Iterable[str], protected: Iterable[ColumnPath], table_check: TableCheck | None
 ) -> dict[str, str]:
-    """Return the names of folders that mean a protected column: the one decision, for every reader and command.
-
-    Some readers ignore case, so names that differ in case, or in Unicode form, are the same here.
-
-    Args:
-        names: Names of columns to which folders give values.
-        protected: Leaf paths of encrypted columns of this file, or of the data set. They protect their parents.
-        table_check: The table, whose `column_keys` also protect columns that the file lacks; None without a table.
-
-    Returns:
-        Name in a folder -> name of the column.
-    """
+    """Return the names of folders that mean a protected column, and the column: the one decision, everywhere."""
+    # Some readers ignore case, so names that differ in case, or in Unicode form, are the same here. Leaf paths
+    # protect their parents; `column_keys` of the table also protect columns that the file lacks.
     folded = {name: _folded(name) for name in names}
     if not folded:
         return {}
-    columns = {} if table_check is None else dict.fromkeys(table_check.listed_names, "")
+    columns = {} if table_check is None else dict.fromkeys(table_check.listed, "")
     for leaf in protected:
         for length in range(1, len(leaf) + 1):
             name = ".".join(leaf[:length])
@@ -455,11 +391,7 @@ def protected_names(
 def refuse_values_of_folders(
     path: str, names: FolderNames, protected: Iterable[ColumnPath], table_check: TableCheck | None
 ) -> None:
-    """Raise `FolderNameError` if the folders of a file give values to a protected column.
-
-    Readers of data sets use the values in `name=value` folders for a column, even if the file has values. Naming a
-    folder needs no key.
-    """
+    """Raise `FolderNameError` if the folders of a file give values to a protected column: readers use them."""
     for name, column in protected_names(names, protected, table_check).items():
         raise FolderNameError(path, names[name], column)
 
@@ -490,16 +422,8 @@ class KeySource(Protocol):
 
 
 def seen_key(source: KeySource, key_metadata: bytes | None, column_path: ColumnPath | None) -> KeyReference | None:
-    """Return the key that key metadata names; None if neither the file nor the configuration names it.
-
-    Args:
-        source: The same source as for the key itself, so that the compared key is the one that is used.
-        key_metadata: Key metadata in the file.
-        column_path: The column; None for the footer.
-
-    Raises:
-        KeyMaterialError: It is not valid, or refers to missing key material.
-    """
+    """Return the key that key metadata names; None if neither the file nor the configuration names it."""
+    # The source is the same as for the key itself, so that the compared key is the one that is used.
     material = source.material(key_metadata)
     if material is not None:
         return MasterKeyReference(material.master_key_id)
@@ -528,3 +452,90 @@ def _text(key: KeyReference | None) -> str:
         return _WITHOUT_METADATA
     kind = "master key" if isinstance(key, MasterKeyReference) else "data key"
     return f"the {kind} {_id_of(key)[:200]!r}"
+
+
+# --- the one value that a column has in a file, on which the keys of the file depend ---
+
+# It comes from the statistics in the footer, so no page is read. Minimum and maximum of each row group must
+# be equal, and no value may be null. A writer that shortens long values makes the two differ.
+
+_INT32, _INT64, _BYTE_ARRAY = 1, 2, 6
+_CONVERTED_TYPE, _LOGICAL_TYPE = 6, 10
+
+
+@dataclass(frozen=True)
+class ColumnValue:
+    """The value of a file, None without rows; or the problem why the column gives none."""
+
+    value: str | None = None
+    problem: str = ""
+
+
+def column_value(footer: Footer, name: str, deks: Mapping[tuple[str, ...], SecretBytes]) -> ColumnValue | None:
+    """Return the value of a top-level column; None if its metadata is encrypted with a key that is not given."""
+    column = next((column for column in footer.columns if column.path == (name,)), None)
+    if column is None:
+        return ColumnValue(problem=f"there is no column {name!r} at the top level")
+    dek = deks.get(column.path)
+    if column.encryption is ColumnEncryption.COLUMN_KEY and dek is None:
+        return None
+    cipher = footer.cipher_of(column, dek)
+    chunks = [footer.chunk_metadata(ordinal, column, cipher) for ordinal in range(len(footer.row_groups))]
+    return value_of_chunks(name, footer.metadata.schema, column.ordinal, chunks)
+
+
+def values_in_footer(data: bytes, names: Iterable[str]) -> dict[str, ColumnValue]:
+    """Return the values of top-level columns, from the bytes of a plaintext or decrypted footer."""
+    footer, _ = FileMetaData.read(data)
+    return {name: _value_in(footer, name) for name in names}
+
+
+def _value_in(footer: FileMetaData, name: str) -> ColumnValue:
+    chunks: list[ColumnMetaData] = []
+    position = 0
+    for group in footer.row_groups:
+        for ordinal, chunk in enumerate(group.columns):
+            crypto = chunk.crypto_metadata
+            own_key = None if crypto is None else crypto.encryption_with_column_key
+            if own_key is not None and tuple(own_key.path_in_schema) == (name,):
+                return ColumnValue(problem=f"column {name!r} has a key of its own, which is not known here")
+            if chunk.meta_data is not None and tuple(chunk.meta_data.path_in_schema) == (name,):
+                position = ordinal
+                chunks.append(chunk.meta_data)
+    if footer.row_groups and not chunks:
+        return ColumnValue(problem=f"there is no column {name!r} at the top level")
+    return value_of_chunks(name, footer.schema, position, chunks) if chunks else ColumnValue()
+
+
+def value_of_chunks(
+    name: str, schema: Sequence[SchemaElement], ordinal: int, chunks: Iterable[ColumnMetaData]
+) -> ColumnValue:
+    """Return the value of a top-level column."""
+    element = [node for node in schema[1:] if not node.num_children][ordinal]
+    is_plain = all(element.struct.entry(field) is None for field in (_CONVERTED_TYPE, _LOGICAL_TYPE))
+    if element.type != _BYTE_ARRAY and not (element.type in (_INT32, _INT64) and is_plain):
+        return ColumnValue(problem=f"column {name!r} has neither strings nor integers of 32 or 64 bits")
+    found: set[bytes] = set()
+    for chunk in chunks:
+        try:
+            number, stated = chunk.num_values, ChunkStatistics(chunk.struct).statistics or Statistics()
+            nulls, least, greatest = stated.null_count, stated.min_value, stated.max_value
+        except ParquetFormatError:
+            return ColumnValue(problem=f"the statistics of column {name!r} are damaged")
+        if number == 0:
+            continue
+        if nulls:
+            return ColumnValue(problem=f"column {name!r} has nulls")
+        if nulls is None or least is None or greatest is None:
+            return ColumnValue(problem=f"column {name!r} has no complete statistics")
+        found |= {bytes(least), bytes(greatest)}
+    if len(found) > 1:
+        return ColumnValue(problem=f"column {name!r} has several values")
+    for data in found:
+        if element.type != _BYTE_ARRAY:
+            return ColumnValue(str(int.from_bytes(data, "little", signed=True)))
+        try:
+            return ColumnValue(data.decode())
+        except UnicodeDecodeError:
+            return ColumnValue(problem=f"column {name!r} has a value that is not UTF-8")
+    return ColumnValue()

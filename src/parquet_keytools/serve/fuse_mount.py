@@ -56,11 +56,7 @@ class MountedTree:
         return 0
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
-        """Return the status of a file or folder.
-
-        Programs that copy or archive files rely on it. GNU tar takes missing blocks for holes and archives zeros.
-        A folder has one link, as on btrfs: two links would mean that it has no subfolders.
-        """
+        """Return the status of a file or folder; GNU tar takes missing blocks for holes and archives zeros."""
         key = path.strip("/")
         mode, size, modified = stat.S_IFREG | 0o400, 0, None
         with _as_errno(path):
@@ -92,12 +88,7 @@ class MountedTree:
         return iter([(name, {"st_mode": kinds[is_folder]}, 0) for name, is_folder in names.items()])
 
     def open(self, path: str, handle: Any) -> int:
-        """Open the current version of a file; later reads through the handle see this version only.
-
-        Args:
-            path: Path below the mounted folder.
-            handle: FUSE's handle: `flags` is read; `fh` and `direct_io` are set.
-        """
+        """Open the current version of a file; later reads through the handle see this version only."""
         if handle.flags & (os.O_WRONLY | os.O_RDWR):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         with _as_errno(path), contextlib.ExitStack() as stack:
@@ -137,11 +128,7 @@ class _OpenedFile:
 
 
 def mount(tree: ServedTree, folder: Path, on_mounted: Callable[[], None]) -> None:
-    """Mount a tree in an empty folder, and return after `umount`, Ctrl-C or SIGTERM.
-
-    Raises:
-        ConfigurationError: FUSE is missing on this machine, or cannot mount the folder.
-    """
+    """Mount a tree in an empty folder, and return after `umount`, Ctrl-C or SIGTERM."""
     mfusepy = _mfusepy()
     operations = MountedTree(tree, on_mounted)
     # Python cannot run its handler while libfuse waits in C, so libfuse handles the signal and unmounts.

@@ -11,12 +11,12 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from parquet_keytools.errors import FileChangedError, KeytoolsError, KmsError
 from parquet_keytools.storage.locations import FileLocation, PathLike
-from parquet_keytools.storage.walk import is_data_file, names_passed_over
+from parquet_keytools.storage.walk import is_data_file, leads_back, names_passed_over
 
 _MAX_KEY_BYTES = 1024
 """Longest key, as in S3."""
@@ -36,22 +36,17 @@ _log = logging.getLogger("parquet_keytools.serve")
 
 @dataclass(frozen=True)
 class ServedFile:
-    """The current version of a file.
+    """The current version of a file; `modified` is in seconds since 1970.
 
-    Attributes:
-        key: Path below the served folder.
-        size_bytes: Length in bytes.
-        modified: Modification time in seconds since 1970; None if unknown.
-        etag: ETag without quotes. It changes when the file is replaced, when it shows other columns, and with each
-            run of the server.
-        version: Value that changes when the file is replaced.
+    The ETag, without quotes, changes when the file is replaced, when it shows other columns, and with each run of
+    the server; `version` changes when the file is replaced.
     """
 
     key: str
     size_bytes: int
     modified: float | None
     etag: str
-    version: tuple[object, ...]
+    version: str
 
 
 @dataclass(frozen=True)
@@ -68,15 +63,10 @@ class ServedEntry:
 
 
 class ServedTree:
-    """The files of a data set below one folder, read-only.
+    """The files of a data set in a folder, read-only; names that readers skip, as `_SUCCESS`, are not served.
 
-    Files and folders that data set readers skip (`_SUCCESS`, `.part.crc`, key material, notes) are not served:
-    clients that copy everything would fail on each of them.
-
-    Args:
-        filesystem: An fsspec file system. The result of `info` must change whenever the file does.
-        folder: Location of the same folder in storage. In a local folder, links that lead out are refused.
-        only: Key of the only file to serve; None serves all files.
+    `folder` is the place of `root` in storage: links that lead out of it are refused. `only` is the key of the
+    only file to serve. The file system's `ukey` must change whenever the file does.
     """
 
     def __init__(
@@ -96,23 +86,19 @@ class ServedTree:
         self._run = secrets.token_bytes(16)
 
     def find(self, key: str) -> ServedFile:
-        """Return the current version of a file.
-
-        Raises:
-            FileNotFoundError: The file does not exist, or is not served.
-        """
+        """Return the current version of a file; `FileNotFoundError` if it does not exist or is not served."""
         path = self._path_of(key)
         if self._only not in (None, key) or not key:
             raise FileNotFoundError(key)
         facts = self._filesystem.info(path)
         if facts["type"] != "file" or not self._is_data_file(key):
             raise FileNotFoundError(key)
-        version = self._version(key, path)
+        version = str(self._filesystem.ukey(path))
         # The view may have another length than the stored file, and other bytes for other access rights.
         with self._opened(path) as stream:
             return self._described(key, version, stream, _seconds(facts))
 
-    def _described(self, key: str, version: tuple[object, ...], stream: Any, modified: float | None) -> ServedFile:
+    def _described(self, key: str, version: str, stream: Any, modified: float | None) -> ServedFile:
         size = stream.seek(0, os.SEEK_END)
         digest = hashlib.blake2b(key=self._run, digest_size=20)
         digest.update(repr((key, size, version)).encode(errors="surrogatepass"))
@@ -121,12 +107,7 @@ class ServedTree:
         return ServedFile(key, size, modified, _etag(digest.digest()), version)
 
     def find_listed(self, key: str) -> ServedFile:
-        """Return the current version of a listed file, even if the file cannot be decrypted.
-
-        Raises:
-            FileNotFoundError: The file does not exist, or is not served.
-            KmsError: The KMS failed.
-        """
+        """Return the current version of a listed file, even if the file cannot be decrypted."""
         try:
             return self.find(key)
         except KmsError:
@@ -134,30 +115,21 @@ class ServedTree:
         except (KeytoolsError, PermissionError):
             # A foreign or damaged file. Reading it raises the error; listing its folder must still work.
             facts = self._filesystem.info(self._path_of(key))
-            return ServedFile(key, int(facts["size"]), _seconds(facts), _etag(secrets.token_bytes(20)), ())
+            return ServedFile(key, int(facts["size"]), _seconds(facts), _etag(secrets.token_bytes(20)), "")
 
     @contextlib.contextmanager
     def open(self, file: ServedFile) -> Iterator[FileReader]:
-        """Open the version of a file that `find` returned.
-
-        Raises:
-            FileNotFoundError: The file was removed.
-            FileChangedError: The file was replaced, or shows other columns.
-            KeytoolsError: The file cannot be decrypted.
-        """
+        """Open the version of a file that `find` returned, or raise `FileChangedError`."""
         with self._opened(self._path_of(file.key)) as stream:
             if self._described(file.key, file.version, stream, None).etag != file.etag:
                 raise _changed(file)
             yield FileReader(self, file, stream)
 
-    def check_unchanged(self, file: ServedFile) -> None:
-        """Raise `FileChangedError` if a file was replaced or removed; this needs no key."""
-        try:
-            if self._version(file.key, self._path_of(file.key)) == file.version:
-                return
-        except FileNotFoundError:
-            pass
-        raise _changed(file)
+    def is_current(self, file: ServedFile) -> bool:
+        """Return whether a file is still this version; this needs no key."""
+        with contextlib.suppress(FileNotFoundError):
+            return bool(self._filesystem.ukey(self._path_of(file.key)) == file.version)
+        return False
 
     def is_folder(self, key: str) -> bool:
         """Return whether the key is an existing folder."""
@@ -175,11 +147,7 @@ class ServedTree:
         return None if _ABSOLUTE.search(text) else text
 
     def entries(self, folder: str) -> list[ServedEntry]:
-        """Return the entries of a folder in the order of S3.
-
-        Raises:
-            FileNotFoundError: The folder does not exist.
-        """
+        """Return the entries of a folder in the order of S3."""
         path = self._path_of(folder)
         if not self.is_folder(folder):
             raise FileNotFoundError(folder)
@@ -199,7 +167,7 @@ class ServedTree:
                 continue
             if self._only not in (None, key) or (kind == "file" and not self._is_listed(key)):
                 continue
-            if kind == "directory" and self._leads_back(key):
+            if kind == "directory" and self._local_folder and leads_back(str(self._local_folder / key)):
                 _log.warning("%r is not served: a link to a folder that contains it", key)
             elif kind in ("file", "directory"):
                 found.append(ServedEntry(key, kind == "directory"))
@@ -218,13 +186,6 @@ class ServedTree:
             # The file may be data. A client that reads it gets the error.
             return True
 
-    def _leads_back(self, key: str) -> bool:
-        """Return whether a folder is a link to one of its parents, whose files are listed already."""
-        if self._local_folder is None or not (self._local_folder / key).is_symlink():
-            return False
-        place = (self._local_folder / key).resolve()
-        return any((self._local_folder / above).resolve() == place for above in PurePosixPath(key).parents)
-
     def keys(self, folder: str, *, after: str = "") -> Iterator[str]:
         """Yield the keys after `after` of all files below a folder, in the order of S3."""
         try:
@@ -242,20 +203,8 @@ class ServedTree:
         # No read-ahead, since each byte costs a decryption.
         return self._filesystem.open(path, "rb", cache_type="none")
 
-    def _version(self, key: str, path: str) -> tuple[object, ...]:
-        """Return a value that changes when the file is replaced; of a local file, even with the same mtime."""
-        local: tuple[int, ...] = ()
-        if self._local_folder is not None:
-            found = (self._local_folder / key).stat()
-            local = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-        return self._filesystem.ukey(path), *local
-
     def _path_of(self, key: str) -> str:
-        """Return the path of a key.
-
-        Raises:
-            FileNotFoundError: The key is not valid, is skipped by data set readers, or leads out of the folder.
-        """
+        """Return the path of a valid key that readers do not skip, and that does not lead out of the folder."""
         parts = key.split("/") if key else []
         if any(part in ("", ".", "..") for part in parts) or _ODD.search(key):
             raise FileNotFoundError(key)
@@ -282,20 +231,14 @@ class FileReader:
         self._stream = stream
 
     def read(self, start: int, length: int) -> bytes:
-        """Return exactly `length` bytes from `start`.
-
-        Raises:
-            FileChangedError: The file was replaced, or is shorter.
-            KeytoolsError: The bytes are not authentic, or a key is unavailable.
-        """
+        """Return exactly `length` bytes from `start` of this version, or raise `FileChangedError`."""
         self._stream.seek(start)
         parts = []
         while length and (part := self._stream.read(length)):
             parts.append(part)
             length -= len(part)
         # Checked after reading, so that all bytes come from the version that was found.
-        self._tree.check_unchanged(self._file)
-        if length:
+        if length or not self._tree.is_current(self._file):
             raise _changed(self._file)
         return b"".join(parts)
 
@@ -323,10 +266,5 @@ def _footer(stream: Any, size_bytes: int) -> Iterator[bytes]:
 
 
 def _seconds(facts: dict[str, Any]) -> float | None:
-    for name in ("mtime", "modified", "LastModified", "last_modified", "created"):
-        found = facts.get(name)
-        if isinstance(found, datetime):
-            return found.timestamp()
-        if isinstance(found, int | float):
-            return float(found)
-    return None
+    found = facts.get("mtime", facts.get("modified", facts.get("created")))
+    return found.timestamp() if isinstance(found, datetime) else found

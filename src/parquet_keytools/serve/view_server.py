@@ -9,7 +9,6 @@ import contextlib
 import errno
 import hmac
 import io
-import ipaddress
 import re
 import secrets
 import socket
@@ -18,26 +17,31 @@ import ssl
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 from urllib.parse import quote
 
 from parquet_keytools.errors import ConfigurationError
 from parquet_keytools.serve.requests_and_answers import (
+    BUCKET,
+    REGION,
     BegunReads,
+    KeyPair,
     RefusedRequestError,
     ServedAnswer,
     ServedRange,
     ServedRequest,
     answer_http,
+    answer_s3,
+    error_document,
     logged_outcome,
     redirect_to_folder,
     refusal_of,
     write_access,
 )
-from parquet_keytools.serve.s3_front import BUCKET, REGION, KeyPair, answer_s3, error_document
-from parquet_keytools.serve.served_tree import FileReader, ServedTree
+from parquet_keytools.serve.served_tree import ServedTree
 
 # --- one connection ---
 
@@ -75,20 +79,9 @@ class ClientGoneError(Exception):
 
 
 class ViewConnection(BaseHTTPRequestHandler):
-    """Handles one connection over HTTP/1.1, with plain HTTP or S3 requests.
+    """Handles one connection over HTTP/1.1, with plain HTTP or S3 requests."""
 
-    `ViewServer` sets the attributes that all its connections share.
-
-    Attributes:
-        protocol: Protocol of the current request: `http`, `s3`, or empty while it is unknown.
-    """
-
-    server: BoundedServer
-    tree: ServedTree
-    token: str
-    key_pair: KeyPair | None
-    begun_reads: BegunReads
-    hosts: frozenset[str] = frozenset()
+    server: ViewServer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -99,7 +92,6 @@ class ViewConnection(BaseHTTPRequestHandler):
         self.rfile = self._input = io.BufferedReader(self._head)
         self._is_first = True
         self._lingers = False
-        self._begin_request()
 
     def finish(self) -> None:
         """Read what the client still sends, so that a TCP reset does not discard the response."""
@@ -117,7 +109,9 @@ class ViewConnection(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         """Read one request and send the response."""
-        self._begin_request()
+        self.close_connection = True
+        self.protocol = self._key = self.command = self.requestline = ""
+        self.request_version = self.protocol_version
         try:
             self._head.begin(_HEAD_SECONDS if self._is_first else _IDLE_SECONDS)
             self._is_first = False
@@ -128,15 +122,6 @@ class ViewConnection(BaseHTTPRequestHandler):
             # The client can no longer receive an error response.
             self.close_connection = True
 
-    def _begin_request(self) -> None:
-        self.close_connection = True
-        self.protocol = self._key = self.command = self.requestline = ""
-        self.request_version = self.protocol_version
-
-    def keep(self) -> None:
-        """Protect the connection from eviction: its client has authenticated."""
-        self.server.keep(self.connection)
-
     def version_string(self) -> str:
         """Return the value of the `Server` header."""
         return "parquet-keytools"
@@ -145,23 +130,21 @@ class ViewConnection(BaseHTTPRequestHandler):
         """Print nothing: the access log has a record of each request."""
 
     def _routed(self, request: ServedRequest) -> ServedAnswer:
-        """Return the response of HTTP or S3.
-
-        Raises:
-            RefusedRequestError: The `Host` name is not allowed, or the client is not authenticated.
-        """
-        if (request.header("host") or "").lower() not in self.hosts:
+        """Return the response of HTTP or S3 to an allowed host name and an authenticated client."""
+        server = self.server
+        if (request.header("host") or "").lower() not in server.hosts:
             raise RefusedRequestError(421, "InvalidRequest", "The server does not accept this host name.")
+        keep = partial(server.keep, self.connection)
         first, slash, key = request.path.removeprefix("/").partition("/")
-        if hmac.compare_digest(first.encode(), self.token.encode()):
+        if hmac.compare_digest(first.encode(), server.token.encode()):
             self.protocol, self._key = "http", key
-            self.keep()
+            keep()
             if not slash:
                 return redirect_to_folder(request)
-            return answer_http(self.tree, request, key, self.begun_reads)
-        if self.key_pair is not None:
+            return answer_http(server.tree, request, key, server.begun_reads)
+        if server.key_pair is not None:
             self.protocol, self._key = "s3", key if first == BUCKET else ""
-            return answer_s3(self.tree, self.key_pair, request, self.begun_reads, self.keep)
+            return answer_s3(server.tree, server.key_pair, request, server.begun_reads, keep)
         raise RefusedRequestError(404, "NoSuchKey", "There is no such file.")
 
     def _answer(self) -> None:
@@ -170,24 +153,14 @@ class ViewConnection(BaseHTTPRequestHandler):
             if isinstance(answer.body, ServedRange) and self.command != "HEAD":
                 self._send_file(answer, answer.body)
             else:
-                try:
-                    self._send(answer)
-                except ClientGoneError as error:
-                    self._log(answer.status, error)
-                    raise
-                self._log(answer.status)
+                self._send(answer)
         except ClientGoneError:
             raise
         except Exception as error:
             self._refuse(error)
 
     def _request(self) -> ServedRequest:
-        """Return the request.
-
-        Raises:
-            RefusedRequestError: The request is not valid, not supported, or too slow.
-            ClientGoneError: The client closed the connection.
-        """
+        """Return the request, or refuse it."""
         try:
             self.command, target, version = read_request_line(self._input)
             headers = read_headers(self._input)
@@ -211,10 +184,9 @@ class ViewConnection(BaseHTTPRequestHandler):
     def _send_file(self, answer: ServedAnswer, body: ServedRange) -> None:
         sent, failure = 0, None
         try:
-            with contextlib.ExitStack() as stack:
-                # Open and read before the status is sent, so that an early error gets its own status.
-                reader = stack.enter_context(body.opened)
-                chunk = self._chunk(reader, body, 0)
+            # Open and read before the status is sent, so that an early error gets its own status.
+            with body.opened as reader:
+                chunk = reader.read(body.start, min(_CHUNK_BYTES, body.length))
                 try:
                     self._send_head(answer, body.length)
                     while True:
@@ -222,7 +194,7 @@ class ViewConnection(BaseHTTPRequestHandler):
                         sent += len(chunk)
                         if sent == body.length:
                             break
-                        chunk = self._chunk(reader, body, sent)
+                        chunk = reader.read(body.start + sent, min(_CHUNK_BYTES, body.length - sent))
                 except BaseException as error:
                     # The status has been sent, so only closing the connection can signal the error.
                     failure = error
@@ -235,28 +207,25 @@ class ViewConnection(BaseHTTPRequestHandler):
             if failure is not None:
                 cut_off(self.connection)
 
-    @staticmethod
-    def _chunk(reader: FileReader, body: ServedRange, sent: int) -> bytes:
-        return reader.read(body.start + sent, min(_CHUNK_BYTES, body.length - sent))
-
     def _refuse(self, error: Exception) -> None:
-        refusal = refusal_of(error, self.tree)
+        refusal = refusal_of(error, self.server.tree)
         body, kind = f"{refusal}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8"
-        if self.key_pair is not None and self.protocol != "http":
+        if self.server.key_pair is not None and self.protocol != "http":
             body, kind = error_document(refusal), "application/xml"
         if refusal.status >= 500 or refusal.status in _LAST_STATUSES:
             self.close_connection = self._lingers = True
-        try:
-            self._send(ServedAnswer(refusal.status, {**refusal.headers, "Content-Type": kind}, body))
-        finally:
-            self._log(refusal.status, error)
+        self._send(ServedAnswer(refusal.status, {**refusal.headers, "Content-Type": kind}, body), error)
 
-    def _send(self, answer: ServedAnswer) -> None:
+    def _send(self, answer: ServedAnswer, error: Exception | None = None) -> None:
         body = answer.body
-        length = body.length if isinstance(body, ServedRange) else len(body)
-        self._send_head(answer, length)
-        if isinstance(body, bytes) and self.command != "HEAD" and answer.status != 304:
-            self._send_bytes(body)
+        try:
+            self._send_head(answer, body.length if isinstance(body, ServedRange) else len(body))
+            if isinstance(body, bytes) and self.command != "HEAD" and answer.status != 304:
+                self._send_bytes(body)
+        except ClientGoneError as gone:
+            self._log(answer.status, error or gone)
+            raise
+        self._log(answer.status, error)
 
     def _send_head(self, answer: ServedAnswer, length: int) -> None:
         self.send_response(answer.status)
@@ -292,6 +261,7 @@ class ViewConnection(BaseHTTPRequestHandler):
         self, status: int, error: BaseException | None = None, *, body: ServedRange | None = None, sent: int = 0
     ) -> None:
         start, length = (body.start, body.length) if body else (None, None)
+        key_pair = self.server.key_pair
         outcome, reason = logged_outcome(error)
         write_access(
             {
@@ -306,7 +276,7 @@ class ViewConnection(BaseHTTPRequestHandler):
                 "outcome": outcome,
                 "reason": reason,
             },
-            [self.token, *([self.key_pair.secret.reveal().decode()] if self.key_pair else [])],
+            [self.server.token, *([key_pair.secret.reveal().decode()] if key_pair else [])],
         )
 
 
@@ -334,12 +304,7 @@ class HeadReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read some bytes.
-
-        Raises:
-            TimeoutError: The deadline has passed.
-            RefusedRequestError: The request head is too long.
-        """
+        """Read some bytes, unless the deadline has passed or the request head is too long."""
         seconds = self._deadline - time.monotonic()
         if seconds <= 0:
             raise TimeoutError
@@ -352,11 +317,7 @@ class HeadReader(io.RawIOBase):
 
 
 def read_request_line(stream: io.BufferedReader[Any]) -> tuple[str, str, str]:
-    """Return method, target and version.
-
-    Raises:
-        RefusedRequestError: The line is too long or not valid.
-    """
+    """Return method, target and version."""
     line = stream.readline(_MAX_LINE_BYTES + 1)
     if line == b"\r\n":
         # Some clients send an extra empty line after a request (RFC 9112, section 2.2).
@@ -371,11 +332,7 @@ def read_request_line(stream: io.BufferedReader[Any]) -> tuple[str, str, str]:
 
 
 def read_headers(stream: io.BufferedReader[Any]) -> dict[str, tuple[str, ...]]:
-    """Return the headers: name in lower case -> values, in the order of the request.
-
-    Raises:
-        RefusedRequestError: A line is not a valid header.
-    """
+    """Return the headers: name in lower case -> values, in the order of the request."""
     headers: dict[str, list[str]] = defaultdict(list)
     while (line := stream.readline()) != b"\r\n":
         found = _HEADER_LINE.fullmatch(line)
@@ -396,53 +353,79 @@ _END_SECONDS = 5.0
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
-class BoundedServer(ThreadingHTTPServer):
-    """Accepts connections and handles each in its own thread.
+LOOPBACK = "127.0.0.1"
+MAX_CONNECTIONS = 256
+_POLL_SECONDS = 0.05
+"""Interval at which the server checks whether to stop."""
 
-    Args:
-        tls: TLS context, or None. The thread of the connection does the handshake.
-        max_connections: Most connections at the same time. A further connection replaces the oldest connection
-            without authentication, so that unauthenticated clients cannot lock out others. If all connections are
-            authenticated, the further connection gets status 503.
+
+class ViewServer(socketserver.ThreadingTCPServer):
+    """Serves a tree within a `with` block, whose end closes all connections; each has its own thread.
+
+    A connection beyond the limit replaces the oldest connection without authentication, so that unauthenticated
+    clients cannot lock out others. If all are authenticated, it gets status 503.
+
+    `tls` may be None only for a loopback address. `url`, of the served folder, contains the secret; `endpoint` and
+    `key_pair` are for S3 clients.
     """
 
+    # Not `HTTPServer`: it looks up the host name in DNS, and lets two servers share a port.
+    allow_reuse_address = True
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
-    allow_reuse_port = False
-    """Newer versions of Python let two servers share a port, so that requests reach either server."""
 
     def __init__(
         self,
-        address: tuple[str, int],
-        handler: Callable[..., Any],
+        tree: ServedTree,
         *,
-        tls: ssl.SSLContext | None,
-        max_connections: int,
+        address: str = LOOPBACK,
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+        host_names: Sequence[str] = (),
+        with_s3: bool = False,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        if ipaddress.ip_address(address[0]).version == 6:
-            self.address_family = socket.AF_INET6
+        self.tree = tree
+        self.key_pair = KeyPair() if with_s3 else None
+        self.token = secrets.token_urlsafe(24)
+        self.begun_reads = BegunReads()
         self._tls = tls
         self._max_connections = max_connections
         self._open: dict[socket.socket, threading.Thread] = {}
         self._kept: set[socket.socket] = set()
         self._lock = threading.Lock()
-        super().__init__(address, handler)
-
-    def server_bind(self) -> None:
-        """Bind the address without a DNS look-up of the host name, which can be slow.
-
-        Raises:
-            ConfigurationError: The address or port is not available.
-        """
+        host = address
+        if ":" in address:
+            self.address_family, host = socket.AF_INET6, f"[{address}]"
         try:
-            socketserver.TCPServer.server_bind(self)
+            super().__init__((address, port), ViewConnection)
         except OSError as error:
-            address, port = self.server_address[:2]
-            place = f"[{address!s}]:{port}" if self.address_family == socket.AF_INET6 else f"{address!s}:{port}"
             what, hint = _REFUSED_BINDS.get(error.errno or 0, (f": {error.strerror}", "Choose another --address."))
-            raise ConfigurationError(f"the server cannot listen on {place}{what}.", hint=hint) from None
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+            raise ConfigurationError(f"the server cannot listen on {host}:{port}{what}.", hint=hint) from None
+        port = int(self.server_address[1])
+        own = {host, *host_names} | ({LOOPBACK, "localhost", "[::1]"} if address in (LOOPBACK, "::1") else set())
+        without_port = own if port == (443 if tls else 80) else set()
+        # Refuse all other names: a malicious web page can point its own name at this address (DNS rebinding).
+        self.hosts = frozenset({f"{name.lower()}:{port}" for name in own} | without_port)
+        self.endpoint = f"{'https' if tls else 'http'}://{host_names[0] if host_names else host}:{port}"
+        self.url = f"{self.endpoint}/{self.token}/"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, args=(_POLL_SECONDS,), name="serve", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop accepting, close all connections, and wait up to 5 seconds for their threads."""
+        self.shutdown()
+        self.server_close()
+        with self._lock:
+            left = dict(self._open)
+        for connection in left:
+            cut_off(connection)
+        deadline = time.monotonic() + _END_SECONDS
+        for thread in left.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start the thread of a connection, or refuse the connection."""
@@ -504,78 +487,6 @@ class BoundedServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing: the handler logs errors; only disconnected clients arrive here."""
-
-    def end(self) -> None:
-        """Stop accepting, close all connections, and wait up to 5 seconds for their threads."""
-        self.shutdown()
-        self.server_close()
-        with self._lock:
-            left = dict(self._open)
-        for connection in left:
-            cut_off(connection)
-        deadline = time.monotonic() + _END_SECONDS
-        for thread in left.values():
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-
-LOOPBACK = "127.0.0.1"
-MAX_CONNECTIONS = 256
-_POLL_SECONDS = 0.05
-"""Interval at which the server checks whether to stop."""
-
-
-class ViewServer:
-    """Serves a tree within a `with` block, whose end closes all connections.
-
-    Args:
-        port: Port to listen on; 0 selects a free port.
-        tls: Certificate and key; may be None only for a loopback address.
-        host_names: Names that clients may use for this server, besides its address.
-
-    Attributes:
-        url: URL of the served folder; it contains the secret.
-        endpoint: URL for S3 clients.
-        key_pair: Credentials for S3 clients; None without S3.
-    """
-
-    def __init__(
-        self,
-        tree: ServedTree,
-        *,
-        address: str = LOOPBACK,
-        port: int = 0,
-        tls: ssl.SSLContext | None = None,
-        host_names: Sequence[str] = (),
-        with_s3: bool = False,
-        max_connections: int = MAX_CONNECTIONS,
-    ) -> None:
-        self.key_pair = KeyPair() if with_s3 else None
-        token = secrets.token_urlsafe(24)
-
-        class Connection(ViewConnection):
-            """A connection to this server."""
-
-        Connection.tree, Connection.token, Connection.key_pair = tree, token, self.key_pair
-        Connection.begun_reads = BegunReads()
-        self._server = BoundedServer((address, port), Connection, tls=tls, max_connections=max_connections)
-        port = self._server.server_port
-        host = f"[{address}]" if ":" in address else address
-        own = {host, *host_names} | ({LOOPBACK, "localhost", "[::1]"} if address in (LOOPBACK, "::1") else set())
-        without_port = own if port == (443 if tls else 80) else set()
-        # Refuse all other names: a malicious web page can point its own name at this address (DNS rebinding).
-        Connection.hosts = frozenset({f"{name.lower()}:{port}" for name in own} | without_port)
-        self.endpoint = f"{'https' if tls else 'http'}://{host_names[0] if host_names else host}:{port}"
-        self.url = f"{self.endpoint}/{token}/"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="serve", daemon=True
-        )
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.end()
 
 
 def http_lines(url: str, key: str) -> dict[str, str]:

@@ -16,10 +16,9 @@ from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
-from parquet_keytools.files.column_values import values_in_footer
 from parquet_keytools.files.field_labels import labels_of_spark
 from parquet_keytools.files.key_service import KeyService, TablePolicy
-from parquet_keytools.files.table_check import SeenColumn, TableCheck, refuse_values_of_folders
+from parquet_keytools.files.table_check import SeenColumn, TableCheck, refuse_values_of_folders, values_in_footer
 from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.spark.session import (

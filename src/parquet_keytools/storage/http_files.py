@@ -33,9 +33,6 @@ class HttpHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HttpHandler)
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
     def __hash__(self) -> int:
         return hash(HttpHandler)
 

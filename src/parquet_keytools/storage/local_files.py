@@ -1,7 +1,4 @@
-"""Local folders and the files in them: what fails there, attributes, locks, and temporary files.
-
-On POSIX systems, everything is done by descriptor of the folder, because a path may lead elsewhere by now.
-"""
+"""Local folders and their files, by descriptor of the folder where possible: a path may lead elsewhere by now."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Self
@@ -41,41 +38,30 @@ _HINTS = {
 }
 
 
-def storage_failure(error: BaseException, path: object) -> StorageFailedError | None:
+def storage_failure(
+    error: BaseException, path: object, hints: Mapping[int, str] = _HINTS
+) -> StorageFailedError | None:
     """Return the error that ends a run, if other files would fail, too; None if only this file failed."""
     if isinstance(error, StorageFailedError):
         return error
-    if not isinstance(error, OSError) or error.errno not in _HINTS:
+    number = (isinstance(error, OSError) and error.errno) or 0
+    if number not in hints:
         return None
-    return _failed(error.errno, path, _HINTS[error.errno])
-
-
-def _failed(error_number: int, path: object, hint: str) -> StorageFailedError:
-    reason = os.strerror(error_number).lower()
-    return StorageFailedError(f"{path} cannot be written: {reason}.", error_number=error_number, hint=hint)
+    message = f"{path} cannot be written: {os.strerror(number).lower()}."
+    return StorageFailedError(message, error_number=number, hint=hints[number])
 
 
 @contextlib.contextmanager
 def failing_as_output(target: object, *, only_writing: bool = False) -> Iterator[None]:
-    """Turn failures of the storage into errors that name the output.
-
-    Args:
-        target: The output.
-        only_writing: Whether nothing is read in the block, so that an I/O error concerns the output.
-
-    Raises:
-        StorageFailedError: The storage is full, read-only, or broken.
-        OutputError: The file would be larger than it may be.
-    """
+    """Turn failures of the storage into `OutputError`s; with `only_writing`, an I/O error concerns the output."""
     found: OutputError | None
     try:
         yield
     except OSError as error:
-        found = storage_failure(error, target)
+        hints = {**_HINTS, errno.EIO: "Check the disk, then repeat the command."} if only_writing else _HINTS
+        found = storage_failure(error, target, hints)
         if error.errno == errno.EFBIG:
             found = OutputError(f"{target} cannot be written: file too large.", hint="Raise the limit.")
-        elif only_writing and error.errno == errno.EIO:
-            found = _failed(errno.EIO, target, "Check the disk, then repeat the command.")
         if found is None:
             raise
     else:
@@ -84,11 +70,7 @@ def failing_as_output(target: object, *, only_writing: bool = False) -> Iterator
 
 
 def refuse_in_child(owner: OwnerProcess, target: object) -> None:
-    """Refuse to write in a forked child: parent and child would write into the same file.
-
-    Raises:
-        OutputError: This is not the process that began the file.
-    """
+    """Raise `OutputError` in a forked child: parent and child would write into the same file."""
     if not owner.is_here:
         raise OutputError(
             f"{target} is not written by this process: the one from which it was forked has opened it.",
@@ -114,15 +96,7 @@ def identity_of_folder(path: str) -> FolderIdentity:
 class Folder:
     """An open folder, and operations on names in it; links are never followed.
 
-    POSIX systems look names up in the folder that was opened. On Windows each operation is by path, and a folder
-    whose path leads elsewhere meanwhile is not detected.
-
-    Attributes:
-        path: Its path when it was opened.
-        descriptor: Its file descriptor; None on Windows.
-
-    Raises:
-        OSError: It cannot be opened.
+    On Windows, `descriptor` is None and each operation is by path: a folder that was moved is not detected.
     """
 
     def __init__(self, path: str, outer: Folder | None = None) -> None:
@@ -204,26 +178,16 @@ def folder_moved(target: object) -> OutputError:
 
 
 def may_give_attributes(file: os.stat_result, folder: os.stat_result) -> bool:
-    """Return whether the owner of a file may decide who reads the file that replaces it.
-
-    In a folder to which everyone may write, anyone can have put a file of this name there beforehand.
-    """
+    """Return whether a file's owner decides who reads its replacement: not if anyone may have put it there."""
     if not stat.S_ISREG(file.st_mode):
         return False
     return not folder.st_mode & stat.S_IWOTH or file.st_uid == operating_system.own_user_id()
 
 
 def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
-    """Give a new file owner, mode and access list of an old one, as far as this user may.
-
-    Where the access list cannot be copied, the group loses its permissions: with an access list, the group bits of
-    the mode are the most that anyone in the list has, and not what the group has.
-
-    Args:
-        new: File descriptor of the new file.
-        old: File descriptor of the old file.
-        all_attributes: Whether all extended attributes are copied: the new file is a version of the old one.
-    """
+    """Give a new file owner, mode and access list of an old one, or all attributes, as far as this user may."""
+    # Where the access list cannot be copied, the group loses its permissions: with an access list, the group bits
+    # of the mode are the most that anyone in the list has, and not what the group has.
     found = os.fstat(old)
     mode = stat.S_IMODE(found.st_mode) & 0o777
     try:
@@ -242,10 +206,7 @@ def take_attributes(new: int, old: int, *, all_attributes: bool) -> None:
 
 
 def remove_hadoop_checksums(folder: Folder, target: str) -> None:
-    """Remove the checksums that Hadoop keeps beside a local file, before the file is replaced.
-
-    Spark would refuse the new file with the old checksums; without checksums it reads both.
-    """
+    """Remove Hadoop's checksums of a local file: Spark would refuse the new file with the old ones."""
     name = f".{target}.crc"
     with contextlib.suppress(OSError):
         file = folder.open(name, os.O_RDONLY)
@@ -261,13 +222,7 @@ def remove_hadoop_checksums(folder: Folder, target: str) -> None:
 
 
 def remove_beneath(base: FileLocation, folder: FolderIdentity, location: FileLocation) -> None:
-    """Remove a local file from a data set, by descriptor of its folder and without following links.
-
-    Raises:
-        OutputError: The base is another folder, or a folder between it and the file is a link.
-        FileNotFoundError: There is no such file.
-        OSError: The file system failed.
-    """
+    """Remove a local file from a data set, by descriptor of its folder and without following links."""
     *folders, name = PurePosixPath(location.path).relative_to(base.path).parts
     with contextlib.ExitStack() as opened:
         inner = opened.enter_context(Folder(base.path))
@@ -286,13 +241,7 @@ def remove_beneath(base: FileLocation, folder: FolderIdentity, location: FileLoc
 
 
 def remove_from_folder(location: FileLocation, folder: FolderIdentity | None) -> None:
-    """Remove a file if its folder, by device and inode, is still the same; None stands for any folder.
-
-    Raises:
-        OutputError: The folder is another one: its file of this name is another file.
-        FileNotFoundError: There is no such file.
-        OSError: The file system failed.
-    """
+    """Remove a file if its folder, by device and inode, is still the same; None stands for any folder."""
     if folder is None or not location.is_local:
         location.filesystem.delete_file(location.path)
     else:
@@ -321,41 +270,29 @@ _held: contextvars.ContextVar[str | None] = contextvars.ContextVar("parquet_keyt
 
 @contextlib.contextmanager
 def exclusive_folder(target: FileLocation) -> Iterator[None]:
-    """Lock the folder of a local file against other users of this function, while files in it are replaced.
-
-    The same context, and threads that run in a copy of it, may lock the folder again.
-
-    Raises:
-        OutputError: The lock cannot be trusted, or belongs to another user.
-        OSError: The file system failed.
-    """
+    """Lock the folder of a local file against other users of this function, while files in it are replaced."""
+    # The same context, and threads that run in a copy of it, may lock the folder again.
     path = str(PurePosixPath(target.path).parent)
     if not target.is_local or _held.get() == path:
         yield
         return
     token = _held.set(path)
     try:
-        with _folder_locked(path):
-            yield
+        if not operating_system.POSIX:
+            with operating_system.locked_path(f"{path}/{LOCK_NAME}"):
+                yield
+            return
+        with Folder(path) as folder:
+            name, lock = _locked(folder)
+            try:
+                yield
+            finally:
+                # Removed while it is locked: waiting processes see that it is gone, and make another one.
+                with contextlib.suppress(OSError):
+                    folder.unlink(name)
+                os.close(lock)
     finally:
         _held.reset(token)
-
-
-@contextlib.contextmanager
-def _folder_locked(path: str) -> Iterator[None]:
-    if not operating_system.POSIX:
-        with operating_system.locked_path(f"{path}/{LOCK_NAME}"):
-            yield
-        return
-    with Folder(path) as folder:
-        name, lock = _locked(folder)
-        try:
-            yield
-        finally:
-            # Removed while it is locked: waiting processes see that it is gone, and make another one.
-            with contextlib.suppress(OSError):
-                folder.unlink(name)
-            os.close(lock)
 
 
 def _locked(folder: Folder) -> tuple[str, int]:
@@ -421,11 +358,7 @@ def _is_foreign(folder: os.stat_result, lock: os.stat_result) -> bool:
 
 
 def _remove_foreign(folder: Folder, folder_found: os.stat_result, name: str) -> None:
-    """Remove a lock of another user, who could hold it for ever.
-
-    Raises:
-        OutputError: It cannot be removed.
-    """
+    """Remove a lock of another user, who could hold it for ever, or raise `OutputError`."""
     with contextlib.suppress(FileNotFoundError):
         if _is_foreign(folder_found, folder.look(name)):
             try:
@@ -457,11 +390,6 @@ def _not_ours(folder: Folder, name: str, why: str) -> OutputError:
     )
 
 
-def written_meanwhile(target: FileLocation) -> OutputError:
-    """Return the error for a target that did not exist when its replacement was begun."""
-    return OutputError(f"{target} was written by another process meanwhile.", hint="Try again.")
-
-
 # --- temporary files ---
 
 # A lock ends with its process. So the next writer in a folder removes temporary files that are not locked, and
@@ -477,22 +405,14 @@ _NAME = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{12}-(?P<machine>[0-9a-f]{8})\.tm
 
 
 class TemporaryName(NamedTuple):
-    """The content of the name of a temporary file.
-
-    Attributes:
-        target: Name of the file that it will be, or a digest of a long name.
-        is_locked_here: Whether its writer is on this machine and holds a lock on it.
-    """
+    """The target's name, or a digest of a long one, and whether a writer on this machine holds a lock."""
 
     target: str
     is_locked_here: bool
 
 
 def temporary_name(target: str, *, is_locked: bool = True) -> str:
-    """Return a new name for a temporary file beside a target, which its writer locks.
-
-    It starts with a dot, so readers of data sets skip it.
-    """
+    """Return a new name for a temporary file; it starts with a dot, so readers of data sets skip it."""
     encoded = os.fsencode(target)
     # The operating system takes 255 bytes.
     stem = target if len(encoded) <= _MOST_BYTES_OF_NAME else hashlib.sha256(encoded).hexdigest()
@@ -556,10 +476,7 @@ def without_leftovers(locations: Iterable[FileLocation]) -> Iterator[FileLocatio
 
 
 def remove_leftovers(folder: Folder) -> None:
-    """Remove temporary files of this user that no process writes any more.
-
-    What cannot be looked at or removed stays.
-    """
+    """Remove this user's temporary files that no process writes any more, as far as they can be removed."""
     with contextlib.suppress(OSError):
         found = folder.status()
         key = found.st_dev, found.st_ino

@@ -250,15 +250,7 @@ def _unpickled(filesystem: bytes) -> pafs.FileSystem:
 
 
 def arrow_filesystem(filesystem: Any) -> pafs.FileSystem:
-    """Return the `pyarrow.fs` file system that an argument `filesystem` names.
-
-    Args:
-        filesystem: A `pyarrow.fs` or fsspec file system; the URI of a folder, at which paths begin; None for the
-            local file system.
-
-    Raises:
-        ValueError: It is a string that is not the URI of a folder.
-    """
+    """Return the file system of an argument `filesystem`: of pyarrow, fsspec, a folder's URI, or None (local)."""
     if filesystem is None:
         return pafs.LocalFileSystem()
     if isinstance(filesystem, pafs.FileSystem):
@@ -289,14 +281,8 @@ def _is_local(filesystem: Any) -> bool:
 
 
 def _of_uri(uri: str) -> FileLocation:
-    try:
-        filesystem, path = pafs.FileSystem.from_uri(uri)
-    except pa.ArrowInvalid:
-        return _of_fsspec_uri(uri)
-    return FileLocation(filesystem, path)
-
-
-def _of_fsspec_uri(uri: str) -> FileLocation:
+    with contextlib.suppress(pa.ArrowInvalid):
+        return FileLocation(*pafs.FileSystem.from_uri(uri))
     # The errors of pyarrow and fsspec quote the URI, which may hold credentials.
     scheme = uri.partition(":")[0]
     try:
@@ -342,11 +328,6 @@ def real_location(location: FileLocation) -> FileLocation:
 def with_slashes(path: str) -> str:
     """Return a path in Arrow's form: with slashes on Windows, too."""
     return path.replace("\\", "/") if sys.platform == "win32" else path
-
-
-def folder_path(location: FileLocation) -> str:
-    """Return the path of the folder that contains a file."""
-    return str(PurePosixPath(real_location(location).path).parent)
 
 
 @dataclass(frozen=True)
@@ -398,13 +379,7 @@ def _naming(error: OSError, path: str) -> OSError:
 
 @contextlib.contextmanager
 def open_source(location: FileLocation) -> Iterator[ByteSource]:
-    """Open a file for reading by ranges.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        OSError: It cannot be read.
-        ParquetFormatError: It is not a regular file.
-    """
+    """Open a file for reading by ranges; refuse what is not a regular file."""
     if not location.is_local:
         with location.filesystem.open_input_file(location.path) as file:
             yield ArrowSource(str(location), file, file.size())
@@ -437,12 +412,7 @@ def ends_with(source: ByteSource, offset: int, data: bytes) -> bool:
 
 
 def read_whole(location: FileLocation, max_bytes: int) -> bytes:
-    """Read a small file.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ParquetFormatError: It has more than `max_bytes` bytes, or is not a regular file.
-    """
+    """Read a small, regular file of at most `max_bytes`."""
     if location.is_local:
         _refuse_irregular(location)
     with location.filesystem.open_input_file(location.path) as file:

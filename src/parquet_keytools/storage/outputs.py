@@ -84,11 +84,7 @@ class LocalSink:
 
 
 class StreamSink:
-    """A stream, written in order.
-
-    Attributes:
-        length: The number of bytes written.
-    """
+    """A stream, written in order; `length` is the number of bytes written."""
 
     takes_any_order = False
 
@@ -132,14 +128,6 @@ class _LocalOutput:
 
     On POSIX, the folder is opened once, and all names are relative to its descriptor: a path leads elsewhere when
     another user who may write to one of its folders puts a link there.
-
-    Attributes:
-        target: Where the file will be.
-        folder: Device and inode of its folder.
-
-    Raises:
-        OutputError: The folder is another one.
-        OSError: It cannot be created.
     """
 
     def __init__(
@@ -219,18 +207,9 @@ class _LocalOutput:
             self._close()
 
     def commit(self, check: Check | None = None, *, syncs_folder: bool = True) -> None:
-        """Put the complete file in its place.
-
-        Args:
-            check: Raises if the target is no longer what may be replaced. A file that another writer puts there
-                between this check and the rename is replaced (docs/operations.md).
-            syncs_folder: Whether the folder is synced, too. Otherwise the caller does it, with `sync_folder`,
-                once for many files.
-
-        Raises:
-            OutputError: The target exists and must not be replaced, or the folder was moved.
-            ChangedMeanwhileError: The target was changed after the check.
-        """
+        """Put the complete file in its place; `check` raises if the target may not be replaced any more."""
+        # A file that another writer puts there between this check and the rename is replaced (docs/operations.md).
+        # Without `syncs_folder`, the caller calls `sync_folder`, once for many files.
         refuse_in_child(self._owner, self.target)
         self.sync()
         if not operating_system.POSIX:
@@ -281,7 +260,9 @@ class _LocalOutput:
             self._temporary, self._identity = name, _identity(os.fstat(file))
             if not is_lockable:
                 return file
-            is_lockable = _lock(file)
+            is_lockable = False
+            with contextlib.suppress(OSError):
+                is_lockable = operating_system.try_lock(file)
             with contextlib.suppress(FileNotFoundError):
                 if _identity(folder.look(name)) == self._identity:
                     if is_lockable:
@@ -363,17 +344,15 @@ class _LocalOutput:
             remove_hadoop_checksums(folder, self._name)
             if checked is not None and _state(folder, self._name) != checked:
                 raise changed_meanwhile(self.target)
-            self._require_temporary(folder)
+            self._require_written(folder, self._temporary)
             folder.replace(self._temporary, self._name)
         else:
-            self._require_temporary(folder)
+            self._require_written(folder, self._temporary)
             # A check that passes although the target does not exist expects that.
             self._appear(folder, changed_meanwhile if check is not None else exists_already)
             remove_hadoop_checksums(folder, self._name)
         self._temporary = ""
-        found = _state(folder, self._name)
-        if found is None or found[:2] != self._identity[:2]:
-            raise self._exchanged()
+        self._require_written(folder, self._name)
 
     def _appear(self, folder: Folder, refusal: Callable[[FileLocation], Exception]) -> None:
         """Take a name that is free."""
@@ -393,8 +372,8 @@ class _LocalOutput:
 
     # --- what is refused ---
 
-    def _require_temporary(self, folder: Folder) -> None:
-        found = _state(folder, self._temporary)
+    def _require_written(self, folder: Folder, name: str) -> None:
+        found = _state(folder, name)
         if found is None or found[:2] != self._identity[:2]:
             raise self._exchanged()
 
@@ -453,14 +432,6 @@ class _StoredOutput:
             remove_object(self.location)
 
 
-def _lock(file: int) -> bool:
-    """Lock a new file until it is closed; return False if the file system has no locks."""
-    try:
-        return operating_system.try_lock(file)
-    except OSError:
-        return False
-
-
 def _identity(found: os.stat_result) -> tuple[int, int, int]:
     """Return the identity of a file, with its owner: another user's file may reuse the inode of a removed file."""
     return found.st_dev, found.st_ino, found.st_uid
@@ -492,24 +463,21 @@ def pending_output(
     """Begin a file that is discarded unless it is committed.
 
     Args:
-        target: The final place. A file that is replaced passes on its owner and permissions, unless anyone may
-            have put it there.
-        mode: Permissions of a local file, instead of those of the replaced file.
-        like: The file of which it is a new version, with the same owner, permissions and attributes.
+        target: The final place.
         overwrite: Whether it may replace a file.
-        keeps_open: Whether a local file certainly stays open until it is in its place. Otherwise it may be closed
-            in between, because a process may open only a limited number of files; a killed process then leaves it
-            for 24 hours.
+        mode: Permissions of a local file; else those of the replaced file, unless anyone may have put it there.
+        like: The file of which it is a new version, with the same owner, permissions and attributes.
+        keeps_open: Whether it stays open even if many do. A killed process leaves a closed file for 24 hours.
         folder: Device and inode that the folder of a local file must have; None for any.
         durable: Whether a local file is synced to the disk before it is in its place.
-
-    Raises:
-        OutputError: The folder does not exist or is another one, or the target is a folder, or exists and must not
-            be replaced.
     """
     if is_url(target.path):
         raise OutputError(f"{target} is on a web server, which is read-only.", hint="Write to another place.")
-    _check_target(target, overwrite=overwrite)
+    check_target(target, overwrite=overwrite)
+    if target.makes_folders:
+        Path(target.path).parent.mkdir(parents=True, exist_ok=True)
+    elif target.is_local and not Path(target.path).parent.is_dir():
+        raise OutputError(f"the folder of {target} does not exist.", hint="Create it first.")
     if not target.is_local:
         remove_stored_leftovers(target)
         return _StoredOutput(target, overwrite=overwrite)
@@ -521,11 +489,7 @@ def pending_output(
 
 @contextlib.contextmanager
 def discarded_unless_done(pending: PendingOutput) -> Iterator[PendingOutput]:
-    """Discard an output at the end of the block, unless it was committed.
-
-    Raises:
-        StorageFailedError: There is no space for it, or its file system failed.
-    """
+    """Discard an output at the end of the block, unless it was committed."""
     try:
         with failing_as_output(pending.target):
             yield pending
@@ -564,7 +528,8 @@ def _move(location: FileLocation, target: FileLocation) -> None:
         raise OutputError(f"{target} is not complete.", hint="Try again.")
 
 
-def _check_target(target: FileLocation, *, overwrite: bool) -> None:
+def check_target(target: FileLocation, *, overwrite: bool) -> None:
+    """Raise `OutputError` if no file can be written there."""
     kind = target.info().type
     if kind == pafs.FileType.Directory:
         raise OutputError(f"{target} is a folder.", hint="Name a file in it.")
@@ -572,18 +537,10 @@ def _check_target(target: FileLocation, *, overwrite: bool) -> None:
         raise OutputError(f"{target} is not a regular file.", hint="Name a file.")
     if not overwrite and kind != pafs.FileType.NotFound:
         raise exists_already(target)
-    if target.makes_folders:
-        Path(target.path).parent.mkdir(parents=True, exist_ok=True)
-    elif target.is_local and not Path(target.path).parent.is_dir():
-        raise OutputError(f"the folder of {target} does not exist.", hint="Create it first.")
 
 
 def written_bytes(targets: Iterable[FileLocation]) -> int:
-    """Return the total length, in bytes, of files that were just put in their places.
-
-    Raises:
-        OutputError: A file was removed or replaced by something else.
-    """
+    """Return the total length of files that were just put in their places; raise `OutputError` if one is gone."""
     size_bytes = 0
     for target in targets:
         info = target.info()
@@ -597,11 +554,7 @@ def written_bytes(targets: Iterable[FileLocation]) -> int:
 
 
 def sync_folder(target: FileLocation) -> None:
-    """Sync the folder of a local file to the disk.
-
-    Raises:
-        StorageFailedError: The file system failed.
-    """
+    """Sync the folder of a local file to the disk."""
     if target.is_local:
         path = str(PurePosixPath(target.path).parent)
         with failing_as_output(target, only_writing=True), Folder(path) as folder:
@@ -674,28 +627,19 @@ class MadeFolders:
         self._promised: set[str] = set()
 
     def create(self, path: str, *, recursive: bool) -> None:
-        """Create a folder, and with `recursive` its missing parents; in an object store nothing is done.
-
-        Raises:
-            OSError: It cannot be created.
-        """
+        """Create a folder, and with `recursive` its missing parents; in an object store nothing is done."""
+        missing = self._missing(path)
         if self._filesystem.type_name in OBJECT_STORES or path in _TOP:
             return
-        missing = self._missing(path)
         self._filesystem.create_dir(path, recursive=recursive)
         self._made.update(dict.fromkeys(reversed(missing)))
 
     def promise(self, path: str, *, recursive: bool) -> None:
-        """Create a folder as `create` does, but a partition folder (`name=value`) only with its first file.
-
-        After a refused write, threads of an engine may create the folders of further partitions, without a file
-        whose end would remove them.
-
-        Raises:
-            OSError: It cannot be created.
-        """
+        """Create a folder as `create` does, but a partition folder (`name=value`) only with its first file."""
+        # After a refused write, threads of an engine may create the folders of further partitions, without a file
+        # whose end would remove them.
         promised = self._promised.copy()
-        missing = [] if self._filesystem.type_name in OBJECT_STORES else self._missing(path)
+        missing = self._missing(path)
         if not any("=" in PurePosixPath(folder).name for folder in missing):
             self.create(path, recursive=recursive)
         elif recursive or len(missing) == 1 or missing[1] in promised:
@@ -708,16 +652,11 @@ class MadeFolders:
         return path in self._promised and self._is_missing(path)
 
     def begin(self, path: str) -> None:
-        """Create the missing folders of a file, if all of them are promised or partition folders.
-
-        Another object for the same place may have promised a partition folder, in another process, too.
-
-        Raises:
-            OSError: One cannot be created.
-        """
+        """Create the missing folders of a file, if all of them are promised or partition folders."""
+        # Another object for the same place may have promised a partition folder, in another process, too.
         folder = str(PurePosixPath(path).parent)
         promised = self._promised.copy()
-        missing = [] if self._filesystem.type_name in OBJECT_STORES else self._missing(folder)
+        missing = self._missing(folder)
         if missing and all(name in promised or "=" in PurePosixPath(name).name for name in missing):
             self.create(folder, recursive=True)
         self._promised.difference_update(_with_parents(folder))
@@ -737,7 +676,8 @@ class MadeFolders:
 
     def _missing(self, path: str) -> list[str]:
         """Return a folder and its parents, as far as they are missing, the innermost first."""
-        return list(itertools.takewhile(self._is_missing, _with_parents(path)))
+        is_store = self._filesystem.type_name in OBJECT_STORES
+        return [] if is_store else list(itertools.takewhile(self._is_missing, _with_parents(path)))
 
     def _is_missing(self, folder: str) -> bool:
         return folder not in _TOP and self._filesystem.get_file_info(folder).type == pafs.FileType.NotFound

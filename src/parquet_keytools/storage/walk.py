@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any, Self
 
 from pyarrow import fs as pafs
@@ -65,18 +66,26 @@ class LeftOutReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ParquetFile:
+class _Named:
+    location: FileLocation
+
+    @property
+    def path(self) -> str:
+        """Its path, with escapes for what is not UTF-8 or not printable."""
+        return escaped_path(str(self.location))
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetFile(_Named):
     """A Parquet file of a data set."""
 
-    location: FileLocation
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(_Named):
     """A file, or a folder that was not looked into, that does not belong to the data set, and why."""
 
-    location: FileLocation
     reason: LeftOutReason
     is_folder: bool = False
 
@@ -86,30 +95,17 @@ class LeftOut:
         is_named_so = self.is_folder or self.location.name.lower().endswith(".parquet")
         return self.reason is LeftOutReason.PASSED_OVER and is_named_so
 
-    @property
-    def path(self) -> str:
-        """Its path, with escapes for what is not UTF-8 or not printable."""
-        return escaped_path(str(self.location))
-
 
 @dataclass(frozen=True, slots=True)
-class Unseen:
-    """An entry that could not be checked, and may hide files of the data set.
+class Unseen(_Named):
+    """An entry that could not be checked, and may hide files; its path may have lone surrogates (no UTF-8)."""
 
-    Attributes:
-        location: Where it is. What is not UTF-8 in its path is kept as lone surrogates, which Arrow refuses.
-        error: Why, with a printable path.
-        is_gone: Whether it was removed meanwhile.
-    """
-
-    location: FileLocation
     error: OSError
-    is_gone: bool = False
 
     @property
-    def path(self) -> str:
-        """Its path, with escapes for what is not UTF-8 or not printable."""
-        return escaped_path(str(self.location))
+    def is_gone(self) -> bool:
+        """Whether it was removed meanwhile."""
+        return isinstance(self.error, FileNotFoundError)
 
     @property
     def reason(self) -> str:
@@ -128,19 +124,9 @@ def data_set(
     with_key_material: bool = False,
     refusal_of: RefusalOf | None = None,
 ) -> Iterator[Entry]:
-    """Yield the files of a data set, by path, and its other entries.
-
-    Args:
-        path: A file, a folder, or the result of `FileLocation.resolve_all` for a glob or a list.
-        into_passed_over: Whether to look into folders that are passed over, too; their content is left out.
-        with_key_material: Whether files named as key material of a file beside them are yielded, too, as left out.
-        refusal_of: Returns why a link to a folder is not followed; None follows it.
-
-    Raises:
-        FileNotFoundError: There is nothing of that name.
-        ParquetFormatError: It is neither a file nor a folder.
-        NoParquetFilesError: The folder has no Parquet files, and could be checked completely. Raised at the end.
-    """
+    """Yield the files of a data set, by path, and its other entries; without any, raise `NoParquetFilesError`."""
+    # With `into_passed_over`, files of folders that are passed over are yielded as left out, and
+    # `with_key_material` key material beside its file. `refusal_of` returns why a link is not followed.
     if path.only:
         look = partial(
             data_set, into_passed_over=into_passed_over, with_key_material=with_key_material, refusal_of=refusal_of
@@ -165,23 +151,11 @@ def data_set(
 
 
 @dataclass(frozen=True, slots=True)
-class BehindLink:
-    """A file or folder that is not changed under this name.
+class BehindLink(_Named):
+    """A file or folder that is not changed under this name, but under its target's unless that `is_outside`."""
 
-    Attributes:
-        location: Its path through a link.
-        target: Its path without links.
-        is_outside: Whether it is outside of the named folder; else it is changed under another name.
-    """
-
-    location: FileLocation
     target: str
     is_outside: bool
-
-    @property
-    def path(self) -> str:
-        """Its printable path."""
-        return escaped_path(str(self.location))
 
     def error(self) -> OutputError:
         """Return the error for a file outside of the named folder."""
@@ -194,16 +168,9 @@ class BehindLink:
 def data_set_in_place(
     path: FileLocation, *, follow_links: bool, into_passed_over: bool = False
 ) -> Iterator[Entry | BehindLink]:
-    """Yield the files of a data set that are to be changed in place, each file once; see `data_set`.
-
-    Anyone who may write to one data set can put a link to another one there. So a link that leads out of the named
-    folder is not followed without `follow_links`; the folder that is named may itself be a link.
-
-    Raises:
-        FileNotFoundError: There is nothing of that name.
-        ParquetFormatError: It is neither a file nor a folder.
-        NoParquetFilesError: The folder has no Parquet files, and could be checked completely. Raised at the end.
-    """
+    """Yield the files of a data set that are to be changed in place, each file once; see `data_set`."""
+    # Anyone who may write to one data set can put a link to another one there. So a link that leads out of the
+    # named folder is not followed without `follow_links`; the folder that is named may itself be a link.
     if not path.is_local:
         yield from data_set(path, into_passed_over=into_passed_over)
         return
@@ -231,11 +198,7 @@ def data_set_in_place(
 
 
 class _NamedPlaces:
-    """The files and folders that a caller named, also by globs.
-
-    Attributes:
-        refusals: Path of each link to a folder that was not followed -> why.
-    """
+    """The files and folders that a caller named, also by globs; `refusals` has links that were not followed."""
 
     def __init__(self, path: FileLocation) -> None:
         places = [FileLocation.resolve_all(path.below(name)) for name in path.only] or [path]
@@ -269,12 +232,7 @@ def _within(path: str, folder: str) -> str | None:
 
 
 def file_or_folder(path: FileLocation) -> pafs.FileInfo:
-    """Return the information about a file or a folder.
-
-    Raises:
-        FileNotFoundError: There is nothing of that name.
-        ParquetFormatError: It is neither.
-    """
+    """Return the information about a file or a folder, or raise an error if it is neither."""
     info = path.info()
     if info.type == pafs.FileType.NotFound:
         raise FileNotFoundError(f"there is no file or folder {path}")
@@ -298,12 +256,7 @@ def _chosen(
 
 
 def _matching(glob: FileLocation, refusal_of: RefusalOf | None) -> Iterator[Entry]:
-    """Yield the entries that a glob names, and entries that could not be checked and may hide others.
-
-    Raises:
-        FileNotFoundError: The folder that the glob begins with does not exist.
-        NoParquetFilesError: It names no Parquet files.
-    """
+    """Yield the entries that a glob names, and entries that could not be checked and may hide others."""
     pattern = glob.only[0].split("/")
     if not glob.is_folder():
         raise FileNotFoundError(f"nothing matches {glob}")
@@ -340,11 +293,8 @@ def walk(
     with_key_material: bool = False,
     refusal_of: RefusalOf | None = None,
 ) -> Iterator[Entry]:
-    """Yield the entries below a folder: the files of each folder by name, then its folders; see `data_set`.
-
-    A folder is listed before its first file is yielded, so that a file that is replaced meanwhile comes once. Key
-    material whose Parquet file exists is yielded only `with_key_material`.
-    """
+    """Yield the entries below a folder: the files of each folder by name, then its folders; see `data_set`."""
+    # A folder is listed before its first file is yielded, so that a file that is replaced meanwhile comes once.
     with FolderLister(folder.filesystem) as lister:
         for listing in lister.folders(folder.path, into_passed_over=into_passed_over, refusal_of=refusal_of):
             for entry in _classified(folder.filesystem, lister, listing, into_passed_over=into_passed_over):
@@ -356,8 +306,8 @@ def walk(
 def all_files(folder: FileLocation) -> Iterator[FileLocation]:
     """Yield everything below a folder except folders that can be listed. Links are yielded, and not followed."""
     with FolderLister(folder.filesystem) as lister:
-        for listing in lister.folders(folder.path, into_passed_over=True, follow_links=False):
-            if listing.error is not None and not listing.is_gone:
+        for listing in lister.folders(folder.path, into_passed_over=True, refusal_of=lambda _: OSError()):
+            if listing.error is not None and not isinstance(listing.error, FileNotFoundError):
                 yield FileLocation(folder.filesystem, listing.path)
             for listed in listing.listed:
                 if not listed.is_folder:
@@ -373,13 +323,7 @@ def names_in(folder: FileLocation) -> list[str]:
 
 
 def infos_in(folder: FileLocation) -> list[pafs.FileInfo]:
-    """Return the information about each entry of a folder. Links are followed.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        OSError: It cannot be listed.
-        IncompleteDataSetError: It holds a name that is not UTF-8.
-    """
+    """Return the information about each entry of a folder; links are followed, and names must be UTF-8."""
     try:
         infos = folder.filesystem.get_file_info(pafs.FileSelector(folder.path))
         return [info for info in infos if info.path]  # Arrow decodes a name when it is asked for.
@@ -395,17 +339,20 @@ def raise_for_unseen(unseen: Sequence[Unseen], *, hint: str) -> None:
         raise IncompleteDataSetError(entries, hint=hint)
 
 
+def leads_back(path: str) -> bool:
+    """Return whether a local path is a link to a folder above it, so that a walk would never end."""
+    if not os.path.islink(path):  # noqa: PTH114 - for each folder of many
+        return False
+    return os.path.realpath(path) in {os.path.realpath(parent) for parent in PurePosixPath(path).parents}
+
+
 def is_passed_over(name: str) -> bool:
     """Return whether readers of data sets pass over this name, by Spark's rule."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 def is_data_file(file: FileLocation) -> bool:
-    """Return whether a file belongs to the data set of its folder, by its name, or else by its magic.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return whether a file belongs to the data set of its folder, by its name, or else by its magic."""
     if is_passed_over(file.name):
         return False
     if _SAYS_PARQUET.search(file.name):
@@ -421,15 +368,16 @@ def names_passed_over(path: str) -> list[str]:
     return [name for name in path.split("/") if is_passed_over(name)]
 
 
-def _reason_by_name(listing: Listing, listed: Listed, names: Collection[str]) -> LeftOutReason | None:
-    name = listed.name
-    if listing.is_passed_over:
-        return None if listed.is_folder else LeftOutReason.PASSED_OVER
-    if not listed.is_folder and name in SUMMARY_FILE_NAMES:
+def _by_name(name: str, names: Collection[str]) -> LeftOutReason | bool | None:
+    """Return why a file is left out, True if it is Parquet, and None if only its magic shows whether it is."""
+    if name in SUMMARY_FILE_NAMES:
         return LeftOutReason.SUMMARY
-    if not listed.is_folder and name.startswith(_KEY_MATERIAL_PREFIX):
-        return None if _is_key_material_of(name, names) else LeftOutReason.KEY_MATERIAL
-    return LeftOutReason.PASSED_OVER if is_passed_over(name) else None
+    if name.startswith(_KEY_MATERIAL_PREFIX):
+        is_beside = _is_key_material_of(name, names)
+        return LeftOutReason.KEY_MATERIAL_BESIDE if is_beside else LeftOutReason.KEY_MATERIAL
+    if is_passed_over(name):
+        return LeftOutReason.PASSED_OVER
+    return True if _SAYS_PARQUET.search(name) else None
 
 
 def _is_key_material_of(name: str, names: Collection[str]) -> bool:
@@ -450,13 +398,6 @@ def parquet_file_of(key_material: FileLocation) -> FileLocation | None:
     return parquet_file if parquet_file is not None and parquet_file.is_file() else None
 
 
-def _asks_for_magic(listing: Listing, listed: Listed) -> bool:
-    """Return whether only its magic shows whether a file is Parquet."""
-    if listed.is_folder or listed.error is not None or listing.is_passed_over or is_passed_over(listed.name):
-        return False
-    return not listed.name.startswith(_KEY_MATERIAL_PREFIX) and _SAYS_PARQUET.search(listed.name) is None
-
-
 def _has_magic(file: FileLocation) -> bool | OSError:
     try:
         with open_source(file) as source:
@@ -464,8 +405,6 @@ def _has_magic(file: FileLocation) -> bool | OSError:
             ends = (source.read_at(0, length), source.read_at(source.size_bytes - length, length))
             return not _MAGIC.isdisjoint(map(bytes, ends))
     except Exception as error:
-        if file.is_local and isinstance(error, OSError):
-            return _named(error, file.path)
         return store_error(error, file.path)
 
 
@@ -478,29 +417,33 @@ def _classified(
         if listing.is_passed_over:
             yield LeftOut(here, LeftOutReason.PASSED_OVER)
         else:
-            yield Unseen(here, listing.error, listing.is_gone)
-    names = {listed.name for listed in listing.listed if not listed.is_folder}
+            yield Unseen(here, listing.error)
+    files = [listed for listed in listing.listed if not listed.is_folder]
+    names = {listed.name for listed in files}
+    passed_over = LeftOutReason.PASSED_OVER
+    by_name = {name: passed_over if listing.is_passed_over else _by_name(name, names) for name in names}
     asked = [
-        FileLocation(filesystem, listed.path) for listed in listing.listed if _asks_for_magic(listing, listed)
+        FileLocation(filesystem, listed.path)
+        for listed in files
+        if listed.error is None and by_name[listed.name] is None
     ]
     verdicts = lister.threads.map(_has_magic, asked) if len(asked) > 1 else map(_has_magic, asked)
     for listed in listing.listed:
         location = FileLocation(filesystem, listed.path)
-        reason = _reason_by_name(listing, listed, names)
         if listed.is_folder:
-            if reason is not None and not into_passed_over:
-                yield LeftOut(location, reason, is_folder=True)
-        elif reason is not None:
-            yield LeftOut(location, reason)
-        elif _is_key_material_of(listed.name, names):
-            yield LeftOut(location, LeftOutReason.KEY_MATERIAL_BESIDE)
+            if is_passed_over(listed.name) and not (listing.is_passed_over or into_passed_over):
+                yield LeftOut(location, passed_over, is_folder=True)
+            continue
+        verdict = by_name[listed.name]
+        if isinstance(verdict, LeftOutReason):
+            yield LeftOut(location, verdict)
         elif listed.error is not None:
-            yield Unseen(location, listed.error, listed.is_gone)
+            yield Unseen(location, listed.error)
         else:
-            verdict = next(verdicts) if _asks_for_magic(listing, listed) else True
-            if isinstance(verdict, OSError):
-                yield Unseen(location, verdict, isinstance(verdict, FileNotFoundError))
-            elif verdict:
+            found = next(verdicts) if verdict is None else verdict
+            if isinstance(found, OSError):
+                yield Unseen(location, found)
+            elif found:
                 yield ParquetFile(location, listed.size_bytes)
             else:
                 yield LeftOut(location, LeftOutReason.NOT_PARQUET)
@@ -517,13 +460,7 @@ _MOST_LEVELS = 500
 
 @dataclass(slots=True)
 class Listed:
-    """A name in a folder.
-
-    Attributes:
-        is_folder: Whether it is a folder, or a link to one.
-        error: Why it could not be checked, or that it is neither a file nor a folder.
-        is_gone: Whether it was removed since the folder was listed.
-    """
+    """A name in a folder; a link to a folder `is_folder`, too."""
 
     name: str
     path: str
@@ -531,20 +468,13 @@ class Listed:
     is_link: bool = False
     size_bytes: int = 0
     error: OSError | None = None
-    is_gone: bool = False
 
 
 @dataclass(slots=True)
 class Listing:
-    """The content of a folder, by name.
+    """The content of a folder, by name; with an `error`, it is incomplete.
 
-    Attributes:
-        path: The folder.
-        is_passed_over: Whether the name of the folder, or of one above it, is passed over.
-        above: Device and inode of the folders above it, on the way that led to it.
-        listed: Its content.
-        error: Why the content is incomplete; None if it is complete.
-        is_gone: Whether the folder was removed meanwhile.
+    `is_passed_over` is inherited from the folders above; `above` has device and inode of each of them.
     """
 
     path: str
@@ -552,7 +482,6 @@ class Listing:
     above: frozenset[tuple[int, int]] = frozenset()
     listed: list[Listed] = field(default_factory=list)
     error: OSError | None = None
-    is_gone: bool = False
 
 
 RefusalOf = Callable[[str], OSError | None]
@@ -560,11 +489,7 @@ RefusalOf = Callable[[str], OSError | None]
 
 
 class FolderLister:
-    """Lists folders, remote ones some at a time; used in a `with` block.
-
-    Attributes:
-        threads: They wait for remote file systems, and start when they are needed.
-    """
+    """Lists folders, remote ones some at a time, in `threads` that start when needed; a context manager."""
 
     def __init__(self, filesystem: pafs.FileSystem) -> None:
         self._filesystem = filesystem
@@ -582,17 +507,9 @@ class FolderLister:
         root: str,
         *,
         into_passed_over: bool,
-        follow_links: bool = True,
         refusal_of: RefusalOf | None = None,
     ) -> Iterator[Listing]:
-        """Yield the listings of a folder and of all folders below it, outer folders first.
-
-        Args:
-            root: The folder.
-            into_passed_over: Whether folders that are passed over are listed, too.
-            follow_links: Whether a link to a folder is a folder.
-            refusal_of: Returns why a link to a folder is not followed; None follows it.
-        """
+        """Yield the listings of a folder and of all folders below it, outer folders first."""
         # Not recursive, because folders may be deeper than Python's stack.
         waiting: list[Iterator[Listing]] = [self._listings([Listing(root)])]
         while waiting:
@@ -600,9 +517,6 @@ class FolderLister:
             if listing is None:
                 waiting.pop()
                 continue
-            if not follow_links:
-                for listed in listing.listed:
-                    listed.is_folder &= not listed.is_link
             if refusal_of is not None:
                 for listed in listing.listed:
                     if listed.is_link and listed.is_folder and (error := refusal_of(listed.path)) is not None:
@@ -613,7 +527,7 @@ class FolderLister:
                 if listed.is_folder and (into_passed_over or not is_passed_over(listed.name))
             ]
             if below and len(waiting) > _MOST_LEVELS and not self.is_local:
-                listing.error = OSError(errno.ELOOP, "its folders lie too deep", escaped_path(listing.path))
+                listing.error = _odd("its folders lie too deep", listing.path, errno.ELOOP)
                 below = []
             yield listing
             # It may be long, and the folders below take their time.
@@ -653,7 +567,6 @@ class FolderLister:
                 infos = self._filesystem.get_file_info(pafs.FileSelector(listing.path))
         except Exception as error:
             listing.error = store_error(error, listing.path)
-            listing.is_gone = isinstance(error, FileNotFoundError)
             return
         for info in infos:
             path = info.path.rstrip("/")
@@ -675,17 +588,16 @@ def _list_local(listing: Listing) -> None:
         found = os.stat(listing.path)  # noqa: PTH116 - for each folder of many
         this = (found.st_dev, found.st_ino)
         if this in listing.above:
-            listing.error = OSError(
-                errno.ELOOP, "a link to a folder that contains it: remove it", escaped_path(listing.path)
-            )
+            listing.error = _odd("a link to a folder that contains it: remove it", listing.path, errno.ELOOP)
             return
         listing.above |= {this}
         with os.scandir(listing.path) as entries:
             for entry in entries:
                 listing.listed.append(_look_at(entry))
     except OSError as error:
-        listing.error = _named(error, listing.path)
-        listing.is_gone = isinstance(error, FileNotFoundError) and not os.path.lexists(listing.path)
+        listing.error = store_error(error, listing.path)
+        if isinstance(error, FileNotFoundError) and os.path.lexists(listing.path):
+            listing.error = _odd(_DANGLING, listing.path)
 
 
 def _look_at(entry: os.DirEntry[str]) -> Listed:
@@ -699,19 +611,17 @@ def _look_at(entry: os.DirEntry[str]) -> Listed:
                 kind = _KINDS.get(stat.S_IFMT(found.st_mode), "neither a file nor a folder")
                 listed.error = _odd(f"{kind}: remove it, or begin its name with a dot", entry.path)
     except FileNotFoundError as error:
-        listed.error = _named(error, entry.path)
-        listed.is_gone = not listed.is_link
-        if not listed.is_gone:
-            text = "a dangling link: mount its target, or remove the link"
-            listed.error = OSError(errno.ENOENT, text, escaped_path(entry.path))
+        # Only what was removed meanwhile stays a `FileNotFoundError`.
+        listed.error = _odd(_DANGLING, entry.path) if listed.is_link else store_error(error, entry.path)
     except OSError as error:
-        listed.error = _named(error, entry.path)
+        listed.error = store_error(error, entry.path)
     if not is_utf8(entry.name):
         listed.is_folder = False
-        listed.error = OSError(errno.EILSEQ, "this name is not valid UTF-8: rename it", escaped_path(entry.path))
+        listed.error = _odd("this name is not valid UTF-8: rename it", entry.path, errno.EILSEQ)
     return listed
 
 
+_DANGLING = "a dangling link: mount its target, or remove the link"
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -737,14 +647,8 @@ def _info_of(found: dict[str, Any]) -> pafs.FileInfo:
     return pafs.FileInfo(str(found["name"]), kind, size=found.get("size"))
 
 
-def _named(error: OSError, path: str) -> OSError:
-    """Return an error with a printable path, and without traceback and cause."""
-    reason = error.strerror or str(error) or type(error).__name__
-    return OSError(error.errno or errno.EIO, reason, escaped_path(path))
-
-
-def _odd(text: str, path: str) -> OSError:
-    return OSError(errno.EINVAL, text, escaped_path(path))
+def _odd(text: str, path: str, number: int = errno.EINVAL) -> OSError:
+    return OSError(number, text, escaped_path(path))
 
 
 def store_error(error: Exception, path: str) -> OSError:

@@ -292,7 +292,7 @@ def _opened(
     (opened,) = keys.open_files([location], table_name, aad_prefix, wanted=wanted)
     refuse_unfit(opened)
     for name in names or ():
-        if not opened.columns_named(name):
+        if not columns_named(opened.footer.columns, name):
             raise ValueError(f"{location} has no column {name!r}")
     hint = f"Name the columns that you need: {method}(path, columns=[...])." if names is None else ""
     opened.refuse_denied(names, hint=hint)

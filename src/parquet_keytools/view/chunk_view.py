@@ -14,7 +14,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from parquet_keytools.encryption.aad import MAX_COUNT
 from parquet_keytools.encryption.module_cipher import LENGTH_LENGTH, NO_PAGE_ORDINAL, ChunkCipher
@@ -63,10 +63,7 @@ class PageCache:
                 self.held_bytes -= len(oldest)
 
     def forget(self, number: int) -> None:
-        """Drop the pages of a view: now, or with the next `put` if the lock is taken.
-
-        The garbage collector may call this at any time, even in the thread that has the lock.
-        """
+        """Drop the pages of a view, now or with the next `put`: a garbage collector may call it under the lock."""
         self._forgotten.append(number)
         with contextlib.suppress(TimeoutError), self._lock.held_within(0):
             self._drop_forgotten()
@@ -80,34 +77,6 @@ class PageCache:
 
 _NEAR_BYTES = 64 * 1024
 """Pages this close to the last known page are found by walking the headers in between."""
-
-
-class _KnownPages:
-    """Where the known pages of a chunk begin; the last entry is the end of the last known page."""
-
-    def __init__(self, start: int) -> None:
-        self.starts: array[int] = array("Q", [start])
-        self.ordinals: array[int] = array("i", [0])
-
-    @property
-    def frontier(self) -> int:
-        return self.starts[-1]
-
-    def add(self, page_type: int, end: int) -> None:
-        """Add the page at the frontier, from its header."""
-        ordinal = self.ordinals[-1]
-        if page_type == PageHeader.DICTIONARY_PAGE:
-            self.ordinals[-1] = NO_PAGE_ORDINAL
-        elif page_type != PageHeader.INDEX_PAGE:
-            ordinal += 1
-        self.starts.append(end)
-        self.ordinals.append(ordinal)
-
-    def replace(self, starts: Sequence[int], end: int, *, has_dictionary_page: bool) -> None:
-        """Take the pages of an offset index."""
-        first = NO_PAGE_ORDINAL if has_dictionary_page else 0
-        self.starts = array("Q", [*starts, end])
-        self.ordinals = array("i", range(first, first + len(starts) + 1))
 
 
 class ChunkView:
@@ -128,11 +97,7 @@ class ChunkView:
         offset_index: Callable[[ByteSource], bytes | memoryview] | None,
         piece_length: int,
     ) -> None:
-        """Take a chunk; nothing is read yet.
-
-        The cache keeps pages of which a part was read, under the number of the view. At most about `piece_length`
-        bytes are read at once.
-        """
+        """Take a chunk; nothing is read yet, and later at most about `piece_length` bytes at once."""
         assert region.length is not None
         self._number = number
         self._start = region.offset
@@ -143,16 +108,13 @@ class ChunkView:
         self._expects_dictionary_page = expects_dictionary_page
         self._offset_index = offset_index
         self._piece_length = piece_length
-        self._pages = _KnownPages(region.offset)
+        self._starts: array[int] = array("Q", [region.offset])
+        """Where the known pages begin; the last entry is the end of the last known page."""
+        self._ordinals: array[int] = array("i", [0])
         self._lock = ForkSafeLock()
 
     def read_into(self, source: ByteSource, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset` of the file, within the chunk.
-
-        Raises:
-            DecryptionError: A page does not authenticate.
-            ParquetFormatError: A page does not match its header.
-        """
+        """Fill `out` from `offset` of the file, within the chunk."""
         end = offset + len(out)
         start, last_start, stop = self._span(source, offset, end)
         position = offset
@@ -175,49 +137,37 @@ class ChunkView:
         """Decrypt the pages from `start` to the page that holds `end`; return where that page ends."""
         wanted_end = offset + len(out)
         while start < end:
-            (length,) = struct.unpack("<I", source.read_at(start, min(LENGTH_LENGTH, self._limit - start)))
+            (header_bytes,) = struct.unpack("<I", source.read_at(start, min(LENGTH_LENGTH, self._limit - start)))
             # This window reads beyond its data only if the header is longer.
-            window = HeaderWindow(source, start, min(start + LENGTH_LENGTH + length, self._limit))
+            window = HeaderWindow(source, start, min(start + LENGTH_LENGTH + header_bytes, self._limit))
             facts, header_length, ordinal = self._header(window, source.path, start)
             stop = start + header_length + facts.page_length
             is_whole = start >= offset and stop <= wanted_end
             page = out[start - offset : stop - offset] if is_whole else memoryview(bytearray(stop - start))
             module = memoryview(source.read_at(start + header_length, facts.page_length))
-            self._decrypt_page(module, facts, ordinal, source.path, start + header_length, page)
+            length = facts.page_length - self._reader.page_framing
+            room = len(page) - length
+            plaintext = page[room:]
+            if facts.crc is not None:
+                # The CRC of the stored page: with AES-CTR, nothing else detects damage.
+                check_crc(module, facts.crc, source.path, start + header_length)
+            decrypt_page(self._reader, module, ordinal, plaintext)
+            crc = None if facts.crc is None else zlib.crc32(plaintext)
+            page[:room] = padded_header(with_sizes(facts, length, crc), room)
             if not is_whole:
                 _copy(page, start, offset, out)
                 self._cache.put((self._number, start), page.toreadonly())
             start = stop
         return start
 
-    def _decrypt_page(
-        self,
-        module: memoryview,
-        facts: PageHeaderFacts,
-        ordinal: int,
-        path: str,
-        offset: int,
-        out: memoryview,
-    ) -> None:
-        length = facts.page_length - self._reader.page_framing
-        room = len(out) - length
-        plaintext = out[room:]
-        if facts.crc is not None:
-            # The CRC of the stored page: with AES-CTR, nothing else detects damage.
-            check_crc(module, facts.crc, path, offset)
-        decrypt_page(self._reader, module, ordinal, plaintext)
-        crc = None if facts.crc is None else zlib.crc32(plaintext)
-        out[:room] = padded_header(with_sizes(facts, length, crc), room)
-
     # --- Where pages begin ---------------------------------------------------------------------------------
 
     def _header(self, window: HeaderWindow, path: str, start: int) -> tuple[PageHeaderFacts, int, int]:
         """Return facts, stored header length and page ordinal of a page whose start is known."""
         with self._lock:
-            pages = self._pages
-            index = bisect_right(pages.starts, start) - 1
-            ordinal = pages.ordinals[index]
-            is_start = pages.starts[index] == start
+            index = bisect_right(self._starts, start) - 1
+            ordinal = self._ordinals[index]
+            is_start = self._starts[index] == start
         is_first = start == self._start
         try:
             if not is_start:
@@ -241,24 +191,27 @@ class ChunkView:
             raise ParquetFormatError(f"page header at byte {start}: {error}", path=path) from None
         end = start + length + facts.page_length
         with self._lock:
-            if self._pages.frontier == start < self._end:
-                self._pages.add(facts.page_type, end)
-            elif end not in self._pages.starts[index + 1 : index + 2]:
+            if self._starts[-1] == start < self._end:
+                following = self._ordinals[-1]
+                if facts.page_type == PageHeader.DICTIONARY_PAGE:
+                    self._ordinals[-1] = NO_PAGE_ORDINAL
+                elif facts.page_type != PageHeader.INDEX_PAGE:
+                    following += 1
+                self._starts.append(end)
+                self._ordinals.append(following)
+            elif end not in self._starts[index + 1 : index + 2]:
                 raise ParquetFormatError(f"the offset index does not have the page at byte {end}.", path=path)
         return facts, length, ordinal
 
     def _span(self, source: ByteSource, offset: int, end: int) -> tuple[int, int, int]:
-        """Return where the first page of a range begins, and where its last known page begins and ends.
-
-        If pages of the range are unknown, the end is the end of the range.
-        """
-        if self._pages.frontier + _NEAR_BYTES < offset:
+        """Return where the first page of a range begins, and where its last page, if known, begins and ends."""
+        if self._starts[-1] + _NEAR_BYTES < offset:
             self._take_offset_index(source)
         window = HeaderWindow(source, self._start, self._limit, is_for_one=True)
-        while (start := self._pages.frontier) < min(offset, self._end):
+        while (start := self._starts[-1]) < min(offset, self._end):
             self._header(window, source.path, start)
         with self._lock:
-            starts = self._pages.starts
+            starts = self._starts
             last = bisect_right(starts, end - 1)
             stop = starts[last] if last < len(starts) else end
             return starts[bisect_right(starts, offset) - 1], starts[last - 1], stop
@@ -278,7 +231,9 @@ class ChunkView:
             starts.insert(0, self._start)
         if all(one < other for one, other in itertools.pairwise(starts)):
             with self._lock:
-                self._pages.replace(starts, self._end, has_dictionary_page=has_dictionary_page)
+                first = NO_PAGE_ORDINAL if has_dictionary_page else 0
+                self._starts = array("Q", [*starts, self._end])
+                self._ordinals = array("i", range(first, first + len(starts) + 1))
 
 
 def _copy(page: memoryview, start: int, offset: int, out: memoryview) -> int:

@@ -1,11 +1,8 @@
 """Digests that are shown in place of values: the bytes that they are made of, the schema, and the column chunks.
 
 Values are equal here where SQL says so, whatever the width of integers, the scale of decimals or the unit of
-times.
-
-A chunk of digests takes the place of a chunk of the file. Its length depends on the footer alone, because the
-length of a view must be known before anything is decrypted. It has V1 pages of digests in plain encoding. Nulls
-leave unused room, which is filled with definition levels: zeros, as runs of no values.
+times. The length of a chunk of digests depends on the footer alone, because the length of a view must be known
+before anything is decrypted: nulls leave room, which is filled with definition levels, as runs of no values.
 """
 
 from __future__ import annotations
@@ -73,12 +70,7 @@ Canonical = Callable[[Any], bytes]
 
 @dataclass(frozen=True)
 class DigestKind:
-    """The kind of a column's values.
-
-    Attributes:
-        name: Values of kinds with different names have different digests.
-        canonical: Makes the bytes of a value.
-    """
+    """A kind of values, and what makes their bytes; kinds with different names have different digests."""
 
     name: str
     canonical: Canonical
@@ -238,10 +230,7 @@ def _float(value: float) -> bytes:
 
 
 def digest_arrow_schema(value: str, leaves: Sequence[LeafColumn], kinds: Mapping[int, DigestKind]) -> str | None:
-    """Return Arrow's schema with the types of digests, or None if the schema does not fit the columns.
-
-    Some readers compare it with the schema of the file.
-    """
+    """Return Arrow's schema, which readers compare, with the types of digests; None if it fits no columns."""
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(value)))
     except (pa.ArrowException, ValueError, OSError):
@@ -305,16 +294,9 @@ def digest(secret: SecretBytes, kind: DigestKind, value: object) -> bytes:
 
 @dataclass(frozen=True)
 class StandIn:
-    """A chunk of digests that will be made when it is read.
+    """A chunk of digests that will be made when it is read, from `offset` of the view on.
 
-    Attributes:
-        chain: The elements of the file's schema that lead to the column.
-        kind: Kind of the column's values.
-        metadata: Metadata of the chunk in the file.
-        region: Where the pages of the chunk lie in the file.
-        num_rows: Number of rows of the row group.
-        created_by: The writer of the file.
-        offset: Where the stand-in begins in the view.
+    `chain` leads to the column in the file's schema; `metadata` and `region` are of the chunk in the file.
     """
 
     chain: Sequence[SchemaElement]
@@ -352,11 +334,7 @@ class StandIn:
         return sum(1 + level.bit_length() for level in highest_levels(self.chain) if level)
 
     def make(self, pages: memoryview, secret: SecretBytes) -> bytes:
-        """Make the digests from the plaintext pages of the chunk.
-
-        Raises:
-            ParquetFormatError: The pages do not match the footer, or cannot be decoded. The text has no value.
-        """
+        """Make the digests from the plaintext pages of the chunk; the text of an error has no value."""
         rows = None
         if self.num_rows:
             # The text of the error may contain values.
@@ -484,10 +462,7 @@ def _array(table: pa.Table) -> pa.Array:
 
 
 def _exact_text(microseconds: pa.Array, nanoseconds: pa.Array) -> pa.Array:
-    """Return timestamps as decimal digits of nanoseconds, which may need more than 64 bits.
-
-    The microseconds are rounded down; of the nanoseconds, only the last 64 bits are right.
-    """
+    """Return timestamps as decimal digits of nanoseconds, which may need more than 64 bits."""
     pairs = zip(microseconds.to_pylist(), nanoseconds.to_pylist(), strict=True)
     exact = [
         None if micros is None else micros * 1000 + (nanos - micros * 1000) % (1 << 64) for micros, nanos in pairs

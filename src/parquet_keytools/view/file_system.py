@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -37,15 +37,9 @@ from parquet_keytools.storage.local_files import (
     refuse_in_child,
     state_of_local,
 )
-from parquet_keytools.storage.locations import (
-    OBJECT_STORES,
-    FileLocation,
-    PathLike,
-    arrow_filesystem,
-    fsspec_of,
-)
+from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation, PathLike, arrow_filesystem, fsspec_of
 from parquet_keytools.storage.outputs import MadeFolders, discarded_unless_done, pending_output, write_whole
-from parquet_keytools.storage.walk import infos_in, is_utf8, names_in, parquet_file_of
+from parquet_keytools.storage.walk import infos_in, is_utf8, leads_back, names_in, parquet_file_of
 from parquet_keytools.view.plain_file import PlainFiles, PlainInput
 
 _log = logging.getLogger(__name__)
@@ -54,11 +48,10 @@ _TYPES = {pafs.FileType.Directory: "directory", pafs.FileType.File: "file"}
 
 
 class EncryptedOutput(io.RawIOBase):
-    """Takes a plain Parquet file and writes it encrypted, whole or not at all.
+    """Takes a plain Parquet file and writes it encrypted, whole or not at all, when it is closed.
 
-    The module encryptor writes the file when it is closed. No file appears if an exception ends a `with` statement
-    of this file or of a writer on top of it, if an exception is being handled when it is closed, or in a forked
-    child.
+    No file appears if an exception ends a `with` statement of this file or of a writer on top of it, if an
+    exception is being handled when it is closed, or in a forked child.
     """
 
     def __init__(
@@ -71,11 +64,7 @@ class EncryptedOutput(io.RawIOBase):
         overwrite: bool = True,
         on_discarded: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open a file; nothing is written yet. If it does not appear, `on_discarded` is called.
-
-        Raises:
-            OutputError: It cannot be written there.
-        """
+        """Open a file; nothing is written yet. If it does not appear, `on_discarded` is called."""
         super().__init__()
         self._keys = keys
         self._table_name = table_name
@@ -120,12 +109,7 @@ class EncryptedOutput(io.RawIOBase):
         return self._spool.write(view)
 
     def close(self) -> None:
-        """Encrypt the file.
-
-        Raises:
-            KeytoolsError: It is not a plain Parquet file, or its table does not allow it.
-            BaseException: An exception that was raised since it was opened is being handled: rows may be missing.
-        """
+        """Encrypt the file, unless an exception that was raised since it was opened is being handled."""
         if self.closed:
             return
         super().close()
@@ -181,22 +165,6 @@ class EncryptedOutput(io.RawIOBase):
                 self.discard()
 
 
-def _refuse_partition_folders(keys: KeyService, table_name: str, path: str) -> None:
-    """Refuse a path in which values of a protected column stand, before a folder or a file has that name."""
-    check = keys.table_check(table_name)
-    assert check is not None
-    check.refuse_folder_names([f"{path}/"], is_planned=True)
-
-
-class _MakesFileSystems(Protocol):
-    """`Keytools`, for file systems."""
-
-    def filesystem(self, table_name: str | None = None, filesystem: Any = None) -> KeytoolsFileSystem: ...
-    def view(
-        self, path: FileLocation, *, table_name: str | None = None, aad_prefix: str | bytes | None = None
-    ) -> KeytoolsFileSystem: ...
-
-
 class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     """Encrypts and decrypts the Parquet files of another file system.
 
@@ -215,22 +183,16 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def __init__(
         self,
-        keytools: _MakesFileSystems,
+        keytools: Any,
         keys: KeyService,
         table_name: str | None = None,
         filesystem: Any = None,
         root: PathLike | FileLocation | None = None,
         aad_prefix: str | bytes | None = None,
     ) -> None:
-        """Make a file system.
+        """Make a file system; for its arguments see `Keytools.filesystem` and `Keytools.view`.
 
-        Args:
-            keytools: The `Keytools` that makes it, and is pickled with it.
-            keys: The keys of the configuration.
-            table_name: The table of all files; None if the configuration has only one.
-            filesystem: The `pyarrow.fs` or fsspec file system of the files; None for the local one.
-            root: The folder, or the only file, at which paths begin; None for the root of the file system.
-            aad_prefix: The AAD prefix that each file that is read must have; None for the prefix of the table.
+        `root` is the folder, or the only file, at which paths begin; None stands for the root of the file system.
         """
         super().__init__()
         self._keytools = keytools
@@ -250,41 +212,26 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         root = self._root if self._is_rooted else None
         return _restored, (self._keytools, self._table_name, self._below, root, self._aad_prefix)
 
-    @property
-    def _identity(self) -> tuple[object, str | None, pafs.FileSystem, FileLocation | None, str | bytes | None]:
+    def _identity(self) -> tuple[object, ...]:
         """Equal for equal file systems: configuration, table, place and AAD prefix."""
-        keytools: object = self._keytools
+        _, (keytools, *place) = self.__reduce__()
         with contextlib.suppress(ConfigurationError):  # A KMS client that was passed in cannot be pickled.
             keytools = pickle.dumps(keytools)
-        root = self._root if self._is_rooted else None
-        return keytools, self._table_name, self._below, root, self._aad_prefix
+        return keytools, *place
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, KeytoolsFileSystem) and self._identity == other._identity
+        return isinstance(other, KeytoolsFileSystem) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
         return hash((self._table_name, self._root.path))
 
-    # fsspec keeps, shows and serialises these arguments, which may include a configuration.
-
-    @property
-    def storage_args(self) -> tuple[Any, ...]:
-        """The positional arguments, without the secrets of a configuration."""
-        return self._storage_args
-
-    @storage_args.setter
-    def storage_args(self, arguments: tuple[Any, ...]) -> None:
-        self._storage_args = tuple(map(self._without_secrets, arguments))
-
-    @property
-    def storage_options(self) -> dict[str, Any]:
-        """The keyword arguments, without the secrets of a configuration."""
-        return self._storage_options
-
-    @storage_options.setter
-    def storage_options(self, options: dict[str, Any]) -> None:
-        config = {"config": self._without_secrets(options["config"])} if "config" in options else {}
-        self._storage_options = {**options, **config}
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; arguments, which fsspec shows and serialises, lose the secrets of a configuration."""
+        if name == "storage_args":
+            value = tuple(map(self._without_secrets, value))
+        elif name == "storage_options" and "config" in value:
+            value = {**value, "config": self._without_secrets(value["config"])}
+        super().__setattr__(name, value)
 
     def _without_secrets(self, argument: Any) -> Any:
         source = self._keys.configuration.source
@@ -307,10 +254,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         whole_row_groups: bool = True,
         **options: Any,
     ) -> Any:
-        """Open a file to be read (`rb`), or written and encrypted when it is closed (`wb`, `xb`).
-
-        For `whole_row_groups` see `PlainFile.read_at`.
-        """
+        """Open a file to be read (`rb`), or written and encrypted when it is closed (`wb`, `xb`)."""
         location = self._location(path)
         if mode == "rb":
             file = PlainInput(
@@ -330,7 +274,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             )
         if mode == "xb" and location.info().type != pafs.FileType.NotFound:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(location))
-        _refuse_partition_folders(self._keys, self._table_to_write(), location.path)
+        self._refuse_partition_folders(location)
         self._made.begin(location.path)
         if location.is_local and not (location.makes_folders or Path(location.path).parent.is_dir()):
             raise FileNotFoundError(errno.ENOENT, "the folder of this file does not exist", str(location))
@@ -340,12 +284,21 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             self._made.remove_empty(location.path)
             raise
 
+    def _refuse_partition_folders(self, location: FileLocation) -> None:
+        """Refuse a path in which values of a protected column stand, before a folder or a file has that name."""
+        check = self._keys.table_check(self._table_to_write())
+        assert check is not None
+        check.refuse_folder_names([f"{location.path}/"], is_planned=True)
+
     def _output(self, location: FileLocation, *, overwrite: bool = True) -> EncryptedOutput:
+        # All files that this process writes share the room.
+        if self._room is None or self._room[0] != os.getpid():
+            self._room = (os.getpid(), SpoolRoom(location))
         return EncryptedOutput(
             self._keys,
             self._table_to_write(),
             location,
-            self._room_for(location),
+            self._room[1],
             overwrite=overwrite,
             # Engines make folders named after values, and leave them if a file in them is refused.
             on_discarded=partial(self._made.remove_empty, location.path),
@@ -354,12 +307,6 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def _table_to_write(self) -> str:
         table_name, _ = self._keys.configuration.select_table(self._table_name)
         return table_name
-
-    def _room_for(self, location: FileLocation) -> SpoolRoom:
-        """Return the spool room of all files that this process writes."""
-        if self._room is None or self._room[0] != os.getpid():
-            self._room = (os.getpid(), SpoolRoom(location))
-        return self._room[1]
 
     def _location(self, path: str, *, follows_link: bool = True) -> FileLocation:
         """Return the place of a file; unless `follows_link`, it may be a link that leads out of the root."""
@@ -371,17 +318,14 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if not is_utf8(text):
             raise OSError(errno.EILSEQ, "this name is not valid UTF-8: rename it", escaped_path(text))
         location = self._root.child("/".join(parts)) if parts else self._root
-        if ".." in parts or "\0" in text or not self._is_within(location, follows_link=follows_link):
+        is_within = True
+        if self._root.is_local and location != self._root:
+            path_below = Path(location.path)
+            leads_to = os.path.realpath(path_below if follows_link else path_below.parent)
+            is_within = Path(leads_to).is_relative_to(os.path.realpath(self._root.path))
+        if ".." in parts or "\0" in text or not is_within:
             raise PermissionError(f"{path!r} is outside of {self._root}")
         return location
-
-    def _is_within(self, location: FileLocation, *, follows_link: bool) -> bool:
-        """Return whether a file is below the root after links are followed."""
-        if not self._root.is_local or location == self._root:
-            return True
-        path = Path(location.path)
-        leads_to = os.path.realpath(path if follows_link else path.parent)
-        return Path(leads_to).is_relative_to(os.path.realpath(self._root.path))
 
     def _as_dict(self, name: str, info: pafs.FileInfo) -> dict[str, Any]:
         return {
@@ -407,11 +351,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     # --- Folders: as they are in the file system below -----------------------------------------------------
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
-        """Return name, size, type, created and modified of a file or folder.
-
-        Raises:
-            FolderNameError: The folders of a file give values to its protected columns.
-        """
+        """Return name, size, type, created and modified of a file or folder."""
         found = self._found(self._location(path))
         self._refuse_misplaced(found)
         return self._as_dict(self._name(path), found)
@@ -426,10 +366,9 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         """Return infos of a folder without files whose folders give values to their protected columns."""
         files = [info for info in infos if info.type == pafs.FileType.File]
         errors = self._files.misplaced(self._root.filesystem, files)
-        for error in errors:
-            if error is not None:
-                _log.warning("not listed: %s", error)
-        hidden = {info.path for info, error in zip(files, errors, strict=True) if error is not None}
+        hidden = {info.path: error for info, error in zip(files, errors, strict=True) if error is not None}
+        for error in hidden.values():
+            _log.warning("not listed: %s", error)
         return [info for info in infos if info.path not in hidden]
 
     def _name(self, path: str) -> str:
@@ -462,9 +401,10 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             infos = [] if self._made.is_promised(location.path) else self._listed(infos_in(location))
             entries = [self._as_dict(start + PurePosixPath(info.path).name, info) for info in infos]
             entries.sort(key=lambda entry: str(entry["name"]))
-            for entry in entries:
-                if entry["type"] == "directory" and _leads_back(location, str(entry["name"]).rpartition("/")[2]):
-                    entry["type"] = "other"  # A walk would never end.
+            for entry in entries if location.is_local else ():
+                base_name = str(entry["name"]).rpartition("/")[2]
+                if entry["type"] == "directory" and leads_back(f"{location.path}/{base_name}"):
+                    entry["type"] = "other"
         return entries if detail else [entry["name"] for entry in entries]
 
     def walk(
@@ -472,10 +412,6 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     ) -> Any:
         """Yield folders and files; a folder that cannot be listed is an error, and not empty as in fsspec."""
         return super().walk(path, maxdepth, topdown, on_error or _raise_unless_missing, **options)
-
-    def created(self, path: str) -> datetime.datetime:
-        """Return the last change: files are replaced as a whole."""
-        return self.modified(path)
 
     def modified(self, path: str) -> datetime.datetime:
         """Return when a file was last changed."""
@@ -485,12 +421,16 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         # Arrow does not take times from fsspec file systems.
         return below.modified(location.path) if changed is None and below is not None else changed
 
+    created = modified  # Files are replaced as a whole.
+
     def ukey(self, path: str) -> str:
         """Return a text that changes with a file, for fsspec's caches."""
-        key = str(super().ukey(path))
         location = self._location(path)
         below: Any = fsspec_of(location.filesystem)
-        return key if below is None else f"{key}-{below.ukey(location.path)}"
+        more: object = None if below is None else below.ukey(location.path)
+        if location.is_local:
+            more = state_of_local(location.path)  # It differs even within the same moment.
+        return f"{super().ukey(path)}-{more}"
 
     def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
         """Create a folder, a partition folder (`name=value`) together with the first file that is opened in it.
@@ -500,7 +440,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if self.exists(path):
             raise FileExistsError(path)
         location = self._location(path)
-        _refuse_partition_folders(self._keys, self._table_to_write(), location.path)
+        self._refuse_partition_folders(location)
         if not (self._is_rooted and location == self._root):
             self._made.promise(location.path, recursive=create_parents)
 
@@ -514,16 +454,18 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         location = self._location(path)
         if self._found(location).type != pafs.FileType.Directory or _is_link(location):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-        if not self._made.is_promised(location.path):
-            _remove_empty_folder(location)
+        if self._made.is_promised(location.path):
+            pass
+        elif location.is_local:
+            Path(location.path).rmdir()
+        elif infos_in(location):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        else:
+            location.filesystem.delete_dir(location.path)
         self._made.forget(location.path)
 
     def rm_file(self, path: str) -> None:
-        """Remove a file and the key material beside it, or a link, but not its target.
-
-        Raises:
-            OutputError: It lies behind a partition folder that is a link.
-        """
+        """Remove a file and the key material beside it, or a link, but not its target."""
         location = self._location(path, follows_link=False)
         _refuse_linked_partitions(location)
         with exclusive_folder(location):
@@ -533,15 +475,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
         """Remove files, and folders with their content; links themselves, but not their targets.
 
-        Args:
-            path: A path, or a list of paths. A pattern is taken for the name of a file.
-            recursive: Whether folders are removed, too.
-            maxdepth: Must be None.
-
-        Raises:
-            FileNotFoundError: There is no file or folder of that name. Nothing is removed.
-            IsADirectoryError: It is a folder, and `recursive` is not set.
-            OutputError: It lies behind a partition folder that is a link.
+        Nothing is removed if a path does not exist. A pattern is taken for the name of a file.
         """
         if maxdepth is not None:
             raise NotImplementedError("maxdepth is not supported")
@@ -568,21 +502,19 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 self.rm_file(name)
 
     def rm_contents(self, path: str, *, missing_ok: bool = False) -> None:
-        """Remove the content of a folder, but not the folder; links as `rm`.
-
-        Raises:
-            OutputError: The folder is a link: the content of its target would be removed.
-        """
+        """Remove the content of a folder that is not a link, but not the folder; links as `rm`."""
         _refuse_link(self._location(path, follows_link=False))
+        location, start = self._location(path), self._name(path).rstrip("/")
         try:
-            names = self._names_in(path)
+            names = [] if self._made.is_promised(location.path) else names_in(location)
         except FileNotFoundError:
             if not missing_ok:
                 raise
         else:
             # Another writer may be at work: it removes its own files.
-            names = [name for name in names if not belongs_to_writer(PurePosixPath(name).name)]
-            self.rm([name for name in names if self._is_there(name)], recursive=True)
+            names = [name for name in names if not belongs_to_writer(name)]
+            paths = [f"{start}/{name}" if start else name for name in names]
+            self.rm([one for one in paths if self._is_there(one)], recursive=True)
 
     def _is_there(self, name: str) -> bool:
         location = self._location(name, follows_link=False)
@@ -597,25 +529,10 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                 return False
             raise
 
-    def _names_in(self, path: str) -> list[str]:
-        """Return the names in a folder, including broken links."""
-        start = self._name(path).rstrip("/")
-        if self._made.is_promised(self._location(path).path):
-            return []
-        names = names_in(self._location(path))
-        return [f"{start}/{name}" if start else name for name in names]
-
     # --- Copies and moves: new files are encrypted, as written files are ------------------------------------
 
     def cp_file(self, path1: str, path2: str, **options: Any) -> None:
-        """Copy a file, encrypted with new keys as its table says. Of a folder, make an empty one.
-
-        Raises:
-            NotEncryptedError: The file is not encrypted.
-            ColumnAccessDeniedError: A column cannot be read, and the copy would lack it.
-            OutputError: The target is the source, or cannot be written.
-            KeytoolsError: Another subclass says what is wrong with the file, its keys, or the target.
-        """
+        """Copy a file, encrypted with new keys as its table says. Of a folder, make an empty one."""
         source = self._location(path1)
         found = self._found(source)
         if found.type == pafs.FileType.Directory:
@@ -641,7 +558,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def _in_new_folders(self, path: str) -> Iterator[FileLocation]:
         """Make the folders of a file, and yield its place; remove new folders if the file cannot be written."""
         location = self._location(path)
-        _refuse_partition_folders(self._keys, self._table_to_write(), location.path)
+        self._refuse_partition_folders(location)
         self._made.create(str(PurePosixPath(location.path).parent), recursive=True)
         try:
             yield location
@@ -652,12 +569,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def mv(
         self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **options: Any
     ) -> None:
-        """Copy a file as `cp_file` does, into `path2` if that is a folder; then remove it.
-
-        Raises:
-            OutputError: It is a folder, a link or key material, or the target itself.
-            KeytoolsError: Another subclass says what is wrong with the file, its keys, or the target.
-        """
+        """Copy a file as `cp_file` does, into `path2` if that is a folder; then remove it."""
         source, target = self._location(path1, follows_link=False), self._location(path2)
         is_file = self._found(source).type == pafs.FileType.File and parquet_file_of(source) is None
         if _is_link(source) or not is_file:
@@ -670,19 +582,14 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             target = self._location(path2)
         if source.is_same_file(target):
             raise OutputError(f"{source} and {target} are the same file.", hint="Name another place.")
-        version = self._version(path1)
+        version = self.ukey(path1)
         self.cp_file(path1, path2)
-        if self._version(path1) != version:
+        if self.ukey(path1) != version:
             raise OutputError(
                 f"{source} was replaced while it was moved. It stays, and {target} has the earlier content.",
                 hint="Remove the copy, then move the file again.",
             )
         self.rm_file(path1)
-
-    def _version(self, path: str) -> tuple[object, ...]:
-        """Return what differs when a file was replaced, on a local disk even within the same moment."""
-        location = self._location(path)
-        return self.ukey(path), *(state_of_local(location.path) if location.is_local else ())
 
 
 def _is_link(location: FileLocation) -> bool:
@@ -699,32 +606,11 @@ def _refuse_link(location: FileLocation) -> None:
 
 
 def _refuse_linked_partitions(location: FileLocation) -> None:
-    """Refuse to remove files behind a partition folder that is a link.
-
-    Engines that overwrite a partition remove each file by its path, which does not show that the folder is a link.
-    """
+    """Refuse to remove files behind a partition folder that is a link: engines name such files by their paths."""
     if location.is_local:
         for folder in PurePosixPath(location.path).parents:
             if "=" in folder.name:
                 _refuse_link(FileLocation(location.filesystem, str(folder)))
-
-
-def _leads_back(folder: FileLocation, name: str) -> bool:
-    """Return whether an entry of a folder is a link to a folder above it."""
-    path = Path(folder.path, name)
-    if not (folder.is_local and path.is_symlink()):
-        return False
-    passed = {os.path.realpath(parent) for parent in path.parents}
-    return os.path.realpath(path) in passed
-
-
-def _remove_empty_folder(location: FileLocation) -> None:
-    if location.is_local:
-        Path(location.path).rmdir()
-    elif infos_in(location):
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), location.path)
-    else:
-        location.filesystem.delete_dir(location.path)
 
 
 def _raise_unless_missing(error: OSError) -> None:
@@ -791,7 +677,7 @@ _restored_lock = ForkSafeLock()
 
 
 def _restored(
-    keytools: _MakesFileSystems,
+    keytools: Any,
     table_name: str | None,
     below: Any,
     root: FileLocation | None,
@@ -799,7 +685,7 @@ def _restored(
 ) -> KeytoolsFileSystem:
     """Return one file system for all tasks of a worker process, which share KEKs and connections."""
     if root is None:
-        made = keytools.filesystem(table_name, below)
+        made: KeytoolsFileSystem = keytools.filesystem(table_name, below)
     else:
         made = keytools.view(root, table_name=table_name, aad_prefix=aad_prefix)
     with _restored_lock:

@@ -82,20 +82,10 @@ _REQUIRED, _OPTIONAL = 0, 1
 _REFUSED_PAGE = b"\xff" * 8
 """Lies at the place of a refused column: no page header begins with these bytes."""
 
-Chunks = Sequence[Sequence[ColumnMetaData | None]]
-"""`[row group ordinal][column ordinal]`: full metadata; None if the column cannot be read."""
-
 
 @dataclass(frozen=True)
 class PlainTail:
-    """The end of a view, behind pages and indexes.
-
-    Attributes:
-        offset: Where it begins, with a place for each column that is shown and cannot be read.
-        data: The bytes from there to the end.
-        refused_paths: Paths of these columns, in the order of their places.
-        footer_offset: Where the footer begins.
-    """
+    """The end of a view, behind pages and indexes: it begins with a place for each of `refused_paths`."""
 
     offset: int
     data: bytes
@@ -103,10 +93,8 @@ class PlainTail:
     footer_offset: int
 
     def refused_in(self, offset: int, end: int) -> tuple[tuple[str, ...], ...]:
-        """Return the paths of refused columns that a reader asks for: the range begins or ends at their places.
-
-        Other reads, such as blocks of round lengths and the last bytes of a file, only pass over these places.
-        """
+        """Return the paths of refused columns that a reader asks for: the range begins or ends at their places."""
+        # Other reads, such as blocks of round lengths and the last bytes of a file, only pass over these places.
         stop = self.offset + len(self.refused_paths) * len(_REFUSED_PAGE)
         if offset >= stop or end <= self.offset or end > self.footer_offset:
             return ()
@@ -119,54 +107,12 @@ class PlainTail:
         return self.refused_paths[first : last + 1]
 
 
-def plain_tail(
-    opened: OpenedFile,
-    chunks: Chunks,
-    denied_columns: str,
-    offset: int,
-    stand_ins: Mapping[tuple[int, int], StandIn],
-) -> PlainTail:
-    """Return the end of the view of an encrypted file, from `offset`.
-
-    Without digests, the view is as long as the file: its footer is shorter, and zeros fill the difference.
-
-    Of columns that cannot be read, `denied_columns` `hide` leaves out the whole top-level columns, and `null`
-    makes them null. With other values they are shown, and reading them fails. The keys of `stand_ins` are row
-    group ordinal and column ordinal.
-    """
-    footer = opened.footer
-    builder = _TailBuilder(opened, denied_columns, offset, stand_ins)
-    metadata = builder.selection.metadata
-    metadata.row_groups = [
-        builder.row_group(ordinal, row_group, all_metadata)
-        for ordinal, (row_group, all_metadata) in enumerate(zip(footer.row_groups, chunks, strict=True))
-    ]
-    if builder.nulls:
-        metadata.schema = builder.schema()
-    metadata.encryption_algorithm = None
-    metadata.footer_signing_key_metadata = None
-    data = metadata.serialise()
-    trailer = with_trailer(data, MAGIC)
-    generated = bytes(builder.generated)
-    # Readers take the last bytes of a file, for its footer: no digests should be made for that.
-    least = TAIL_LENGTH if stand_ins else 0
-    filling = bytes(max(opened.tail.size_bytes - offset - len(generated) - len(trailer), least))
-    return PlainTail(
-        offset,
-        generated + filling + trailer,
-        tuple(builder.refused),
-        offset + len(generated) + len(filling),
-    )
-
-
 class _TailBuilder:
-    """Makes the row groups of the new footer, and pages that are not in the file.
+    """Makes the new footer, and pages that are not in the file; `stand_ins` are by row group and column ordinal.
 
-    Attributes:
-        selection: The footer with the columns that are shown.
-        generated: The first bytes of the tail.
-        refused: Path of each column that is shown and cannot be read -> its place.
-        nulls: Column ordinal -> highest definition and repetition level, of columns that are made null.
+    Of columns that cannot be read, `hide` leaves out the whole top-level columns, and `null` makes them null: the
+    levels are in `nulls`. With other values they are shown, and reading them fails at their place, in
+    `refused`.
     """
 
     def __init__(
@@ -194,9 +140,11 @@ class _TailBuilder:
         if denied_columns == "null":
             failing = {path[0] for path in opened.denied.keys() - opened.refused}
             self._null_names = frozenset(path[0] for path in opened.refused) - failing - hidden
-            self.nulls = _levels(
-                footer.metadata.schema, self._null_names, [column.path for column in footer.columns]
-            )
+            for ordinal, chain in enumerate(leaf_chains(footer.metadata.schema)):
+                if footer.columns[ordinal].path[0] in self._null_names:
+                    definition, repeated = highest_levels(chain)
+                    # A required column is optional for this reader.
+                    self.nulls[ordinal] = definition + (repetition(chain[0]) == _REQUIRED), repeated
         shown = names - hidden
         columns = [column.path for column in footer.columns if column.path[0] in shown] if hidden else None
         key_values = shown_key_values(opened, shown, self._null_names) if self._denied else None
@@ -227,13 +175,28 @@ class _TailBuilder:
         metadata = self.selection.metadata if self._is_digested else self._opened.footer.metadata
         return [element.type or 0 for element in metadata.schema[1:] if element.type is not None]
 
-    def row_group(
-        self,
-        row_group_ordinal: int,
-        row_group: RowGroup,
-        all_metadata: Sequence[ColumnMetaData | None],
+    def tail(self, chunks: Sequence[Sequence[ColumnMetaData | None]]) -> PlainTail:
+        """Return the end of the view, which without digests is as long as the file: zeros fill the difference."""
+        opened, metadata = self._opened, self.selection.metadata
+        metadata.row_groups = [
+            self._row_group(ordinal, row_group, all_metadata)
+            for ordinal, (row_group, all_metadata) in enumerate(zip(opened.footer.row_groups, chunks, strict=True))
+        ]
+        if self.nulls:
+            metadata.schema = self._schema()
+        metadata.encryption_algorithm = None
+        metadata.footer_signing_key_metadata = None
+        trailer = with_trailer(metadata.serialise(), MAGIC)
+        generated = bytes(self.generated)
+        # Readers take the last bytes of a file, for its footer: no digests should be made for that.
+        least = TAIL_LENGTH if self._stand_ins else 0
+        filling = bytes(max(opened.tail.size_bytes - self._offset - len(generated) - len(trailer), least))
+        footer_offset = self._offset + len(generated) + len(filling)
+        return PlainTail(self._offset, generated + filling + trailer, tuple(self.refused), footer_offset)
+
+    def _row_group(
+        self, row_group_ordinal: int, row_group: RowGroup, all_metadata: Sequence[ColumnMetaData | None]
     ) -> RowGroup:
-        """Return a row group for the new footer."""
         new: RowGroup = row_group.shallow_copy()
         new.columns = columns = [
             self._digests(row_group_ordinal, ordinal)
@@ -296,7 +259,7 @@ class _TailBuilder:
         new.encrypted_column_metadata = None
         return new
 
-    def schema(self) -> list[SchemaElement]:
+    def _schema(self) -> list[SchemaElement]:
         """Return the schema in which columns that are made null may be null."""
         schema = list(self.selection.metadata.schema)
         top_level = {id(chain[0]) for chain in leaf_chains(schema)}
@@ -311,19 +274,6 @@ def _shorter(length: int, modules: int) -> int:
     if length < modules * GCM_FRAMING:
         raise ParquetFormatError(f"{length} bytes are too short for an encrypted module.")
     return length - modules * GCM_FRAMING
-
-
-def _levels(
-    schema: Sequence[SchemaElement], names: frozenset[str], paths: Sequence[tuple[str, ...]]
-) -> dict[int, tuple[int, int]]:
-    """Return the highest definition and repetition levels of the leaves of columns that are made null."""
-    found = {}
-    for ordinal, chain in enumerate(leaf_chains(schema)):
-        if paths[ordinal][0] in names:
-            definition, repeated = highest_levels(chain)
-            # A required column is optional for this reader.
-            found[ordinal] = definition + (repetition(chain[0]) == _REQUIRED), repeated
-    return found
 
 
 # --- A view ---
@@ -348,17 +298,10 @@ def open_plain_file(
     cache: PageCache,
     identities: FileIdentities | None = None,
 ) -> PlainFile:
-    """Open an encrypted file that matches its table, to be read as plaintext.
-
-    Columns whose keys the KMS refuses appear as `denied_columns` in the configuration says. With `hide` and
-    `null`, a column that cannot be read for another reason is an error. With `identities`, the file is compared
-    with other files of its folder, else with all files that were opened before.
-
-    Raises:
-        NotEncryptedError: The file is not encrypted.
-        ColumnAccessDeniedError: A column cannot be read, and not because the KMS refuses its key.
-        KeytoolsError: Another subclass says what is wrong with the file or its keys.
-    """
+    """Open an encrypted file that matches its table, to be read as plaintext."""
+    # Columns whose keys the KMS refuses appear as `denied_columns` in the configuration says. With `hide` and
+    # `null`, a column that cannot be read for another reason is an error. With `identities`, the file is compared
+    # with other files of its folder, else with all files that were opened before.
     denied_columns = keys.configuration.denied_columns
 
     def opening() -> PlainFile:
@@ -377,12 +320,7 @@ def open_plain_file(
 
 
 class PlainFile:
-    """An encrypted file as a source of plaintext Parquet; for any number of threads.
-
-    Attributes:
-        path: Name of the file, for error texts.
-        size_bytes: Length of the view. It is the length of the file, unless the view has digests or a long footer.
-    """
+    """An encrypted file as plaintext Parquet, of the same length without digests; for any number of threads."""
 
     def __init__(
         self,
@@ -393,14 +331,9 @@ class PlainFile:
         *,
         gap: int = 0,
     ) -> None:
-        """Lay out the view from the footer; the file itself is not read yet.
-
-        A `gap` of zeros lies before the footer: a reader that takes the end of a small file, for its footer, then
-        gets no pages, which would be decrypted for nothing.
-
-        Raises:
-            ParquetFormatError: The footer has invalid places of columns.
-        """
+        """Lay out the view from the footer; the file itself is not read yet."""
+        # A `gap` of zeros lies before the footer: a reader that takes the end of a small file, for its footer,
+        # then gets no pages, which would be decrypted for nothing.
         self.path = str(opened.location)
         self._opened = opened
         self._source = source
@@ -484,7 +417,7 @@ class PlainFile:
         if stand_ins:
             offset = stand_ins[-1].end
         places = {(found.region.row_group_ordinal, found.region.column_ordinal): found for found in stand_ins}
-        self._tail = plain_tail(opened, all_metadata, denied_columns, offset, places)
+        self._tail = _TailBuilder(opened, denied_columns, offset, places).tail(all_metadata)
         self.size_bytes = self._tail.offset + len(self._tail.data)
 
     def _arranged_stand_ins(
@@ -513,20 +446,9 @@ class PlainFile:
     # --- Reading -------------------------------------------------------------------------------------------
 
     def read_at(self, offset: int, length: int, *, whole_row_groups: bool = False) -> bytes:
-        """Return exactly `length` bytes from `offset`.
-
-        Args:
-            offset: From the start of the file.
-            length: How many bytes.
-            whole_row_groups: Whether a read of a whole row group may include refused columns, as DuckDB reads if
-                it needs most columns. Their bytes are not valid pages.
-
-        Raises:
-            ParquetFormatError: The range is not in the file, or a page does not match its header.
-            DecryptionError: A page does not authenticate.
-            ColumnAccessDeniedError: The range is in a column whose key is refused.
-            OSError: The file cannot be read.
-        """
+        """Return exactly `length` bytes from `offset`."""
+        # With `whole_row_groups`, a read of a whole row group may include refused columns, as DuckDB reads if it
+        # needs most columns. Their bytes are not valid pages.
         # Pages are decrypted into this buffer: a copy would cost as much as decryption.
         buffer = _Buffer(bytes(length))
         with buffer.getbuffer() as out:
@@ -542,7 +464,8 @@ class PlainFile:
             out[:] = self._source.read_at(offset, len(out))
             return
         refused = tail.refused_in(offset, end)
-        if refused and whole_row_groups and self._has_row_group(offset, end):
+        row_groups = self._row_groups.values()
+        if refused and whole_row_groups and any(offset <= one and other <= end for one, other in row_groups):
             if not self._has_warned:
                 self._has_warned = True
                 asked = ", ".join(".".join(path) for path in refused)
@@ -567,9 +490,6 @@ class PlainFile:
         if end > tail.offset:
             start = max(offset, tail.offset)
             out[start - offset :] = tail.data[start - tail.offset : end - tail.offset]
-
-    def _has_row_group(self, offset: int, end: int) -> bool:
-        return any(offset <= start and stop <= end for start, stop in self._row_groups.values())
 
     def _read_body(self, offset: int, out: memoryview) -> None:
         end = offset + len(out)
@@ -861,15 +781,9 @@ class PlainFiles:
     def misplaced(
         self, filesystem: pafs.FileSystem, infos: Sequence[pafs.FileInfo]
     ) -> list[FolderNameError | None]:
-        """Return the error for each file of a folder whose folders give values to its protected columns.
-
-        Files in folders without `name=value` are not opened. Of the others, the footers are read, many together;
-        the answer is remembered for each length and time of a file. The view of a single file is kept for the
-        reader that opens it next.
-
-        Raises:
-            KmsError: The KMS is unavailable.
-        """
+        """Return the error for each file of a folder whose folders give values to its protected columns."""
+        # Files in folders without `name=value` are not opened. Of the others, the footers are read, many together;
+        # the answer is remembered for each length and time of a file.
         keys = [(info.path, info.size, info.mtime_ns) for info in infos]
         if not infos or not names_in_folders(infos[0].path):
             return [None] * len(infos)

@@ -35,7 +35,7 @@ def test_all_is_counted_and_what_failed_is_kept(keep_results: bool) -> None:
 
 def test_what_is_gone_has_no_files() -> None:
     location = FileLocation.resolve("/folder")
-    gone = FileRotation.of_unseen(Unseen(location, FileNotFoundError(2, "no such file"), is_gone=True))
+    gone = FileRotation.of_unseen(Unseen(location, FileNotFoundError(2, "no such file")))
     assert (gone.outcome, gone.error) == (RotationOutcome.NOTHING_TO_ROTATE, None)
     assert gone.error_class is None
     assert gone.how == "removed meanwhile" and gone.path == "/folder"

@@ -16,7 +16,7 @@ from botocore.config import Config
 from fsspec.implementations.memory import MemoryFileSystem
 
 from parquet_keytools.serve.fuse_mount import MountedTree
-from parquet_keytools.serve.s3_front import KeyPair
+from parquet_keytools.serve.requests_and_answers import KeyPair
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
 

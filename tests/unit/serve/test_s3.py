@@ -29,8 +29,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs as pafs
 from unit.serve.serving import ask, client_of, memory_files, said, served
 
-from parquet_keytools.serve.requests_and_answers import RefusedRequestError, ServedRequest
-from parquet_keytools.serve.s3_front import KeyPair, check_signature
+from parquet_keytools.serve.requests_and_answers import (
+    KeyPair,
+    RefusedRequestError,
+    ServedRequest,
+    check_signature,
+)
 from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
 
