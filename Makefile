@@ -81,10 +81,10 @@ ifeq ($(VERSIONS),lowest)
 	@$(BIN)/python -m pytest --core --skipped-to=$(SKIPPED) $(PYTEST_ARGUMENTS); STATUS=$$?; cat $(SKIPPED); exit $$STATUS
 else
 	@# An archive of Spark's classes comes meanwhile: the JVMs that start after that start faster.
-	@# Linters and types are checked in the time that tests wait. One process compiles what all of them import.
+	@# Linters and types are checked in the time that tests wait. In a new clone, one process compiles what all of them import.
 	@nice sh -xc '$(CHECKS)' >$(VENV)/check.log 2>&1 & CHECK=$$!; \
 	$(BIN)/python tests/services/spark_jvm.py >/dev/null 2>&1 & \
-	$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1; \
+	ls tests/__pycache__/conftest.*-pytest-*.pyc >/dev/null 2>&1 || $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1; \
 	$(BIN)/python -m pytest --skipped-to=$(SKIPPED) $(PYTEST_ARGUMENTS); STATUS=$$?; \
 	wait $$CHECK || STATUS=1; cat $(VENV)/check.log $(SKIPPED); exit $$STATUS
 endif
@@ -133,6 +133,8 @@ soak: mutants mutation ## Hours: all mutants, crash points and races in place of
 		tests/tamper/test_rotation_concurrency.py tests/tamper/test_iceberg_crashes.py \
 		tests/tamper/test_iceberg_users.py tests/services/test_s3_rotation.py tests/interop/test_view_matrix.py \
 		tests/interop/test_rotated_files.py tests/interop/test_spark_files.py tests/services/test_rotation_attacks.py \
+		tests/services/test_aws_kms.py tests/services/test_azure_kms.py tests/services/test_several_kmss.py \
+		tests/services/test_pkcs11_kms.py tests/services/test_vault_kms.py \
 		tests/unit/cli \
 		tests/vectors/test_public_views.py tests/vectors/test_round_trip.py tests/vectors/test_page_ordinals.py \
 		tests/unit/iceberg tests/unit/serve \

@@ -2,7 +2,7 @@
 
 What takes longest begins first, so that no core is idle at the end. A file that is not named here is a group of
 its own; the tests on a cluster of Spark share it, and so are one group, as are those that run programs in forks of
-one process.
+one process, or look into the source files, which are parsed once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 SPARK_CLUSTER = "cluster of Spark"
 SPARK_FIXTURE = "interop with Spark"
 DOCUMENTATION = "programs of the documentation"
+SOURCES = "source files"
 
 LONGEST_FIRST: dict[str, str] = {
     "services/test_spark_pipelines.py": SPARK_CLUSTER,
@@ -105,6 +106,9 @@ LONGEST_FIRST: dict[str, str] = {
     "unit/serve/test_s3.py": "served as S3",
     "unit/serve/test_http.py": "served over HTTP",
     "vectors/test_vector_kit.py": "vector kit",
+    "packaging/test_other_libraries.py": SOURCES,
+    "packaging/test_layers.py": SOURCES,
+    "packaging/test_words.py": SOURCES,
 }
 """File -> group, in the order in which they begin."""
 

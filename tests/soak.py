@@ -29,3 +29,14 @@ def sample(points: Sequence[T], step: int, offset: int) -> Sequence[T]:
 def how_many(sampled: int, soaked: int) -> int:
     """Return how many there are, which the environment variable MUTANTS can say, too."""
     return int(os.environ.get("MUTANTS", soaked if SOAK else sampled))
+
+
+class SecondForm:
+    """Goes before the contract of a KMS for a second form of its keys or their names, or over a second server.
+
+    Loads meet the same code there: they are for a soak.
+    """
+
+    if not SOAK:
+        test_many_keys_may_be_very_many = None
+        test_many_threads_share_a_client = None

@@ -9,13 +9,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
+from functools import cache
 
 import pytest
-
-import parquet_keytools
-
-PACKAGE = Path(parquet_keytools.__file__).parent
+from source_trees import PACKAGE, source_trees
 
 GROUND = {"errors", "secret_bytes", "strict_base64", "runtime", "audit", "telemetry"}
 
@@ -182,11 +179,12 @@ class Import:
 
 
 def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.If) and any(
+        getattr(inner, "id", getattr(inner, "attr", None)) == "TYPE_CHECKING" for inner in ast.walk(node.test)
+    )
 
 
-def read_imports(source_file: str, text: str) -> Iterator[Import]:
-    tree = ast.parse(text)
+def read_imports(source_file: str, tree: ast.Module) -> Iterator[Import]:
     for_types = {id(inner) for node in ast.walk(tree) if is_type_checking(node) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -200,12 +198,9 @@ def read_imports(source_file: str, text: str) -> Iterator[Import]:
             yield Import(source_file, node.lineno, name, id(node) in for_types)
 
 
+@cache
 def all_imports() -> list[Import]:
-    return [
-        found
-        for file in sorted(PACKAGE.rglob("*.py"))
-        for found in read_imports(file.relative_to(PACKAGE).as_posix(), file.read_text(encoding="utf-8"))
-    ]
+    return [found for file, tree in source_trees().items() for found in read_imports(file, tree)]
 
 
 def unit_of(name: str) -> str:
@@ -262,6 +257,6 @@ def test_other_packages_are_imported_only_where_they_belong() -> None:
     ],
 )
 def test_no_import_is_overlooked(text: str, name: str) -> None:
-    (found,) = read_imports("format/structs.py", text)
+    (found,) = read_imports("format/structs.py", ast.parse(text))
     assert (found.name, found.for_types, found.unit) == (name, False, "format")
     assert unit_of(name) not in LAYERS["format"]

@@ -93,8 +93,10 @@ def test_a_mistyped_choice_of_versions_is_an_error() -> None:
 
 def test_the_last_line_says_what_was_skipped(tmp_path: Path) -> None:
     line = tmp_path / "line.txt"
+    file = "tests/unit/keys/test_material_store.py"
+    tests = [f"{file}::{name}" for name in ("test_reads_what_parquet_java_wrote", "test_missing")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", f"--skipped-to={line}", "tests/unit/keys/test_material_store.py"],
+        [sys.executable, "-m", "pytest", "-q", f"--skipped-to={line}", *tests],
         cwd=ROOT,
         env=os.environ | {"PARQUET_TEST_DATA": "/nowhere"},
         capture_output=True,

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-import parquet_keytools
-
-ROOT = Path(parquet_keytools.__file__).parent
+from source_trees import source_trees
 
 EXCEPTIONS = {
     "spark/": "PySpark shows the driver's JVM in private attributes only, and Hadoop's settings are there",
@@ -34,11 +31,6 @@ PYTHONS_OWN = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 
 FSSPEC_HOOKS = {"_open", "_strip_protocol"}
 """What file systems of fsspec implement for each other."""
-
-
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(ROOT.rglob("*.py")):
-        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text("utf-8"))
 
 
 def is_private(name: str) -> bool:
@@ -92,7 +84,7 @@ def problems_in(tree: ast.Module, known: set[str]) -> Iterator[str]:
 
 
 def test_no_source_file_reaches_into_another_library() -> None:
-    trees = dict(sources())
+    trees = source_trees()
     known = set().union(*map(defined_in, trees.values())) | FSSPEC_HOOKS
     found = {name: list(problems_in(tree, known)) for name, tree in trees.items()}
     excepted = tuple(EXCEPTIONS)
@@ -102,7 +94,7 @@ def test_no_source_file_reaches_into_another_library() -> None:
 def test_reading_and_rotating_iceberg_do_not_need_the_write_path() -> None:
     """PyIceberg is to get a write path with encryption of its own, and these stay."""
     replaceable = {"encrypted_table", "pyiceberg_classes", "written_files"}
-    for name, tree in sources():
+    for name, tree in source_trees().items():
         package, _, module = name.removesuffix(".py").partition("/")
         if package == "iceberg" and module not in {*replaceable, "__init__"}:
             imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

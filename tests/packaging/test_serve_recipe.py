@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from recipe_pages import blocks, installed, run_blocks
 from typer.testing import CliRunner
@@ -56,7 +57,7 @@ def home(venv: Path) -> dict[str, str]:
 
 def environment(served: Path, programs: Path) -> dict[str, str]:
     url = json.loads((served / "served.json").read_text())["url"]
-    return home(programs.parent) | {"FLIGHTS_URL": url, "DBT_SEND_ANONYMOUS_USAGE_STATS": "false"}
+    return home(programs.parent) | {"FLIGHTS_URL": url}
 
 
 def run(command: list[str | Path], folder: Path, variables: dict[str, str]) -> str:
@@ -78,15 +79,42 @@ def test_duckdb_and_the_query_of_r(served: Path, programs: Path) -> None:
     assert shown.splitlines() == ["[(1545, 'N14228'), (1714, 'N24211')]"] * 2
 
 
-def test_dbt_duckdb(served: Path, programs: Path) -> None:
-    variables = environment(served, programs)
-    run([programs / "dbt", "run", "--profiles-dir", "."], served, variables)
+@pytest.fixture(scope="module")
+def projects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two states of a project of dbt whose columns have labels."""
+    folder = tmp_path_factory.mktemp("projects")
+    changed = SCHEMA.replace("class: pii", "class: public", 1).replace("class: pii", "class: payment")
+    for state, schema in (("old", SCHEMA), ("new", changed)):
+        files = {"dbt_project.yml": PROJECT, "profiles.yml": PROFILE, "models/customers.sql": MODEL}
+        for name, text in {**files, "keytools.yaml": CONFIGURATION, "models/schema.yml": schema}.items():
+            (folder / state / name).parent.mkdir(exist_ok=True, parents=True)
+            (folder / state / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows_of_dbt(served: Path, programs: Path, projects: Path) -> str:
+    """The rows that the project of the page made, in a process that has also parsed the other projects.
+
+    dbt takes seconds to import what it needs.
+    """
     code = (
-        "import duckdb\n"
+        "import duckdb, sys\n"
+        "from dbt.cli.main import dbtRunner\n"
+        "calls = [['run', '--profiles-dir', '.', '--quiet']]\n"
+        "calls += [['parse', '--quiet', '--project-dir', at, '--profiles-dir', at] for at in sys.argv[1:]]\n"
+        "for call in calls:\n"
+        "    done = dbtRunner().invoke(call)\n"
+        "    assert done.success, (call, done.exception)\n"
         "with duckdb.connect('flights.duckdb') as connection:\n"
         "    print(connection.sql('from late_flights order by 1').fetchall())\n"
     )
-    assert run([programs / "python", "-c", code], served, variables) == "[(1545,), (1714,)]\n"
+    variables = environment(served, programs) | {"DBT_SEND_ANONYMOUS_USAGE_STATS": "false"}
+    return run([programs / "python", "-c", code, projects / "old", projects / "new"], served, variables)
+
+
+def test_dbt_duckdb(rows_of_dbt: str) -> None:
+    assert rows_of_dbt.splitlines()[-1] == "[(1545,), (1714,)]"
 
 
 def test_javascript(served: Path) -> None:
@@ -129,34 +157,21 @@ tables:
 """
 
 
-def test_labels_of_a_dbt_project_that_change_between_two_builds(programs: Path, tmp_path: Path) -> None:
-    variables = home(programs.parent) | {"DBT_SEND_ANONYMOUS_USAGE_STATS": "false"}
-    files = {"dbt_project.yml": PROJECT, "profiles.yml": PROFILE, "models/customers.sql": MODEL}
-    for name, text in {**files, "keytools.yaml": CONFIGURATION, "models/schema.yml": SCHEMA}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+@pytest.mark.usefixtures("rows_of_dbt")
+def test_labels_of_a_dbt_project_that_change_between_two_builds(projects: Path) -> None:
+    table = pa.table({"id": [1], "email": ["a@b"], "card": ["4"]})
 
-    def build(schema: str) -> dict[str, str | None]:
-        """Build the project, export the model, and return the key of each of its columns."""
-        (tmp_path / "models" / "schema.yml").write_text(schema)
-        run([programs / "dbt", "run", "--profiles-dir", "."], tmp_path, variables)
-        code = (
-            "import duckdb\n"
-            "with duckdb.connect('shop.duckdb') as connection:\n"
-            "    connection.sql(\"copy customers to 'plain.parquet'\")\n"
-        )
-        run([programs / "python", "-c", code], tmp_path, variables)
-        with Keytools.from_yaml(tmp_path / "keytools.yaml") as keytools:
-            keytools.encrypt_file(tmp_path / "plain.parquet", tmp_path / "customers.parquet", overwrite=True)
-            columns = keytools.inspect_file(tmp_path / "customers.parquet").columns
+    def keys(folder: Path) -> dict[str, str | None]:
+        """Write the model, and return the key of each of its columns."""
+        with Keytools.from_yaml(folder / "keytools.yaml") as keytools:
+            keytools.write_table(table, folder / "customers.parquet")
+            columns = keytools.inspect_file(folder / "customers.parquet").columns
         return {column.path: column.key and column.key.name for column in columns}
 
-    assert build(SCHEMA) == {"id": None, "email": "pii", "card": "pii"}
-    shutil.copytree(tmp_path, tmp_path.with_name("old"))
-    changed = SCHEMA.replace("class: pii", "class: public", 1).replace("class: pii", "class: payment")
-    assert build(changed) == {"id": None, "email": None, "card": "pci"}
-    config, old = tmp_path / "keytools.yaml", tmp_path.with_name("old") / "keytools.yaml"
-    done = CliRunner().invoke(app, ["check", str(config), "--against", str(old), "--json"])
+    assert keys(projects / "old") == {"id": None, "email": "pii", "card": "pii"}
+    assert keys(projects / "new") == {"id": None, "email": None, "card": "pci"}
+    config, old = (str(projects / folder / "keytools.yaml") for folder in ("new", "old"))
+    done = CliRunner().invoke(app, ["check", config, "--against", old, "--json"])
     assert done.exit_code == 1
     weaker = [change for change in json.loads(done.stdout)["changes"] if change["is_weaker"]]
     assert [(change["what"], change["place"]) for change in weaker] == [("email", "public by models/schema.yml:7")]

@@ -27,12 +27,17 @@ mypy_path = {root}/src
 # Ours is checked with settings of its own.
 [mypy-parquet_keytools.*]
 ignore_errors = True
-[mypy-pandas.*,pyspark.*]
+[mypy-pandas.*]
 ignore_missing_imports = True
+[mypy-pyspark.*]
+ignore_missing_imports = True
+follow_imports = skip
 # What other libraries import, and no script: half of all that would be read.
 [mypy-azure.*,boto3.*,botocore.*,dask.*,dbt_artifacts_parser.*,google.*,graphql.*,hypothesis.*,markdown_it.*]
 follow_imports = skip
 [mypy-moto.*,opentelemetry.*,ray.*,rich.*,sqlalchemy.*,werkzeug.*]
+follow_imports = skip
+[mypy-charset_normalizer.*,filelock.*,pydantic.*,pydantic_core.*,pyparsing.*,requests.*,urllib3.*]
 follow_imports = skip
 """
 

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import botocore.hooks
 import botocore.session
 import pytest
 from openbao import OpenBao
@@ -17,8 +20,28 @@ from spark_driver import SparkDriver
 
 pytest.register_assert_rewrite("parquet_keytools.kms.contract_tests")
 
-# Each client would read the descriptions of the services again, which takes longer than most tests.
+# Each client would read the descriptions of the services again, look at all functions that handle events, and find
+# the present names of all events: that takes longer than most tests.
 botocore.session.create_loader = cache(botocore.session.create_loader)  # type: ignore[assignment]
+_accepts = WeakKeyDictionary[Any, bool]()
+_event_names: dict[str, str] = {}
+_accepts_kwargs, _init = botocore.hooks.accepts_kwargs, botocore.hooks.EventAliaser.__init__
+
+
+def _accepts_kwargs_once(function: Any) -> bool:
+    function = getattr(function, "__func__", function)
+    if function not in _accepts:
+        _accepts[function] = bool(_accepts_kwargs(function))
+    return _accepts[function]
+
+
+def _init_with_known_names(self: Any, *arguments: Any, **named: Any) -> None:
+    _init(self, *arguments, **named)
+    self._alias_name_cache = _event_names
+
+
+botocore.hooks.accepts_kwargs = _accepts_kwargs_once
+botocore.hooks.EventAliaser.__init__ = _init_with_known_names  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="session")

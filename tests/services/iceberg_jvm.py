@@ -5,14 +5,17 @@ Iceberg's own classes are used where the variable ICEBERG_JARS names their jars,
 
 from __future__ import annotations
 
+import atexit
 import base64
 import json
 import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +87,10 @@ class IcebergJvm:
 
 @contextmanager
 def iceberg_jvm(folder: Path, **environment: str) -> Iterator[IcebergJvm]:
-    """Start the program; its classes and its log are put into a folder."""
-    library = iceberg_jars()
-    sources = [PROGRAM, LIBRARY if library else INTERFACE]
-    path = [*library, *sorted(SPARK_JARS.glob("*.jar"))]
-    classes = folder / "classes"
-    classes.mkdir()
-    compile_java(sources, classes, path)
-    class_path = os.pathsep.join(map(str, [*library, *SPARK_CLASS_PATH, classes, session.cached_jar()]))
+    """Start the program; its log is put into a folder."""
+    class_path = os.pathsep.join(
+        map(str, [*iceberg_jars(), *SPARK_CLASS_PATH, compiled_program(), session.cached_jar()])
+    )
     options = shlex.split(JAVA_OPTIONS)
     log = folder / "jvm.log"
     with (
@@ -117,6 +116,17 @@ def iceberg_jvm(folder: Path, **environment: str) -> Iterator[IcebergJvm]:
                 process.kill()
 
 
+@cache
+def compiled_program() -> Path:
+    """Return a folder with the classes of the program, for as long as this process runs."""
+    classes = tempfile.TemporaryDirectory(prefix="classes-")
+    atexit.register(classes.cleanup)
+    library = iceberg_jars()
+    path = [*library, *sorted(SPARK_JARS.glob("*.jar"))]
+    compile_java([PROGRAM, LIBRARY if library else INTERFACE], Path(classes.name), path)
+    return Path(classes.name)
+
+
 def compile_java(sources: list[Path], target: Path, path: list[Path]) -> None:
     """Compile with Janino, which ships with Spark, so that no JDK is needed."""
     compiler = [jar for jar in path if jar.name.startswith(("janino-", "commons-compiler-"))]
@@ -124,6 +134,7 @@ def compile_java(sources: list[Path], target: Path, path: list[Path]) -> None:
         [
             java(),
             "-XX:TieredStopAtLevel=1",
+            "-XX:+UseSerialGC",
             "-cp",
             os.pathsep.join(map(str, compiler)),
             "org.codehaus.commons.compiler.samples.CompilerDemo",

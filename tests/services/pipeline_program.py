@@ -15,7 +15,7 @@ from typing import Any
 
 from pyspark import TaskContext
 from spark_driver import Sessions, new_session
-from spark_jvm import JAVA_OPTIONS
+from spark_jvm import TRUSTING_OPTIONS
 
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.spark import configure, pipelines
@@ -26,7 +26,7 @@ from parquet_keytools.storage.locations import FileLocation
 def make_session(master: str, folder: Path, settings: dict[str, str]) -> Any:
     """Make a session without the bridge: pipelines need none of it."""
     own = {
-        "spark.executor.extraJavaOptions": JAVA_OPTIONS,
+        "spark.executor.extraJavaOptions": TRUSTING_OPTIONS,
         "spark.executor.memory": "500m",
         "spark.local.dir": str(folder / "local"),
         "spark.sql.warehouse.dir": str(folder / "warehouse"),

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from free_ports import free_port
-from spark_jvm import JAVA_OPTIONS
+from spark_jvm import TRUSTING_OPTIONS
 
 JAVA_MISSING = (
     "the tests with Spark need Java 17: install it with `apt-get install openjdk-17-jre-headless`, or leave these "
@@ -117,7 +117,7 @@ class SparkCluster:
             **(environment or {}),
             "SPARK_HOME": str(home),
             "SPARK_DAEMON_MEMORY": "256m",
-            "SPARK_DAEMON_JAVA_OPTS": JAVA_OPTIONS,
+            "SPARK_DAEMON_JAVA_OPTS": TRUSTING_OPTIONS,
             "PYSPARK_PYTHON": sys.executable,
         }
         with (self.folder / f"{name}.log").open("wb") as log:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spark_jvm import JAVA_OPTIONS, remember_names
+from spark_jvm import TRUSTING_OPTIONS, remember_names
 
 MOST_SECONDS = 400
 JVM_SETTINGS = {
     "spark.driver.memory": "700m",
-    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
+    "spark.driver.extraJavaOptions": TRUSTING_OPTIONS,
 }
 Configured = Callable[[Any], Any]
 _RESULT = "RESULT "

@@ -20,6 +20,8 @@ _OPTIONS = (
     "-Xlog:disable -Xlog:all=error:stderr"
 )
 JAVA_OPTIONS = f"{_OPTIONS} -XX:SharedArchiveFile={ARCHIVE}" if " " not in str(ARCHIVE) else _OPTIONS
+# To verify classes that are not in the archive takes a tenth of the time. spark-submit and spark-sql verify ours.
+TRUSTING_OPTIONS = f"{JAVA_OPTIONS} -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
 
 
 def remember_names() -> None:

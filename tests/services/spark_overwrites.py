@@ -8,7 +8,7 @@ A job makes attempts in a session of its own, and returns what came of each:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -340,19 +340,25 @@ def contents(data: Data) -> dict[str, Any]:
     files = {str(path): path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
     # The log of a stream hides all files that it does not list, also while it is empty.
     files |= {str(path): b"" for folder in folders for path in folder.rglob("_spark_metadata")}
-    return {**files, "tables": sorted(row.tableName for row in data.spark.sql("SHOW TABLES").collect())}
+    # The catalog itself lists them: Spark would plan and run a query each time.
+    catalog = data.spark._jsparkSession.sharedState().externalCatalog()
+    return {**files, "tables": catalog.listTables("default").mkString(",")}
 
 
-def tried(data: Data, attempt: Attempt) -> dict[str, Any]:
-    """Make an attempt; return its error, and what it changed."""
-    before, error = contents(data), ""
-    try:
-        attempt(data)
-    except Exception as caught:
-        error = text_of(caught)
-    after = contents(data)
-    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-    return {"error": error, "changed": sorted(changed)}
+def tried(data: Data, attempts: Iterable[str]) -> dict[str, Any]:
+    """Make attempts, one after the other; return the error of each, and what it changed."""
+    found: dict[str, Any] = {}
+    before = contents(data)
+    for name in attempts:
+        error = ""
+        try:
+            ATTEMPTS[name](data)
+        except Exception as caught:
+            error = text_of(caught)
+        after = contents(data)
+        changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
+        found[name], before = {"error": error, "changed": sorted(changed)}, after
+    return found
 
 
 def main(sessions: Sessions, clients: SparkDriver, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -381,7 +387,7 @@ def main(sessions: Sessions, clients: SparkDriver, arguments: dict[str, Any]) ->
         if arguments.get("prepare"):
             prepare(data)
             connect("write", label="connected", options=data.options())
-        return {name: tried(data, ATTEMPTS[name]) for name in arguments["attempts"]}
+        return tried(data, arguments["attempts"])
     finally:
         clients.close()
         spark.stop()

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeline_program import result_of
 from py4j.protocol import Py4JJavaError
 from spark_driver import JVM_SETTINGS, Sessions, new_session
-from spark_jvm import JAVA_OPTIONS
+from spark_jvm import TRUSTING_OPTIONS
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import KeytoolsError
@@ -55,7 +56,7 @@ def make_session(arguments: dict[str, Any], folder: Path) -> Any:
     """Make a session with the bridge."""
     settings = {
         **JVM_SETTINGS,
-        "spark.executor.extraJavaOptions": JAVA_OPTIONS,
+        "spark.executor.extraJavaOptions": TRUSTING_OPTIONS,
         "spark.executor.memory": "600m",
         "spark.eventLog.enabled": "true",
         "spark.eventLog.dir": (folder / "events").as_uri(),
@@ -115,6 +116,15 @@ def each_table(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
             frames[f"{writer} {name}"] = reader(spark, name).parquet(str(folder / writer / name))
     return {
         name: list(frame.selectExpr("sum(hash(*))", "count(*)").collect()[0]) for name, frame in frames.items()
+    }
+
+
+def rotate_tables(spark: Any, keytools: Keytools, folder: Path) -> dict[str, Any]:
+    """Rotate what Spark wrote as each table, by a pipeline."""
+    config = folder / "flights.yaml"
+    return {
+        name: result_of(spark, "rotate", [str(folder / "spark" / name), str(config)], {"table_name": name})
+        for name in keytools.configuration.tables
     }
 
 
@@ -342,6 +352,7 @@ PARTS: dict[str, Callable[[Any, Keytools, Path], dict[str, Any]]] = {
     "write": write,
     "read": read,
     "each_table": each_table,
+    "rotate_tables": rotate_tables,
     "read_spark": lambda spark, _, folder: read_some(spark, folder / "spark"),
     "refused_writes": refused_writes,
     "plaintext": plaintext,

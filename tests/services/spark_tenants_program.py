@@ -13,7 +13,7 @@ from typing import Any
 
 from py4j.protocol import Py4JError
 from spark_driver import Sessions, new_session
-from spark_jvm import JAVA_OPTIONS
+from spark_jvm import TRUSTING_OPTIONS
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import KeytoolsError
@@ -25,7 +25,7 @@ def main(sessions: Sessions, arguments: dict[str, Any]) -> dict[str, Any]:
     sessions.stop()
     folder = Path(arguments["folder"])
     settings = {
-        "spark.executor.extraJavaOptions": JAVA_OPTIONS,
+        "spark.executor.extraJavaOptions": TRUSTING_OPTIONS,
         "spark.executor.memory": "600m",
         "spark.local.dir": str(folder / "local"),
         "spark.sql.warehouse.dir": str(folder / "warehouse"),

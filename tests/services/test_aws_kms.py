@@ -41,6 +41,7 @@ from aws_fake import (
 )
 from moto_server import moto_server
 from pydantic import ValidationError
+from soak import SecondForm
 
 from parquet_keytools import Keytools
 from parquet_keytools.demo import read_flights
@@ -149,7 +150,7 @@ class TestAwsKmsOverFake(KmsClientContract):
         self.service._find(master_key_id).rotate()
 
 
-class TestAwsKmsOverFakeByAlias(TestAwsKmsOverFake):
+class TestAwsKmsOverFakeByAlias(SecondForm, TestAwsKmsOverFake):
     """The same for master keys named by alias."""
 
     @pytest.fixture
@@ -183,7 +184,7 @@ MOTO_ACCOUNT = "123456789012"
 MOTO_DOES_NOT = "moto does not do this as AWS does; it runs over the fake"
 
 
-class TestAwsKmsOverMoto(KmsClientContract):
+class TestAwsKmsOverMoto(SecondForm, KmsClientContract):
     @pytest.fixture(autouse=True)
     def _service(self, moto_url: str) -> None:
         self.client = moto_client(moto_url)

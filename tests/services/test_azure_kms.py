@@ -20,6 +20,7 @@ from azure.identity import CredentialUnavailableError
 from azure.keyvault.keys.crypto import CryptographyClient, KeyWrapAlgorithm
 from azure_fake import OAEP, WRAP_OPERATIONS, FakeVault, RefusalError, fake_vault, rsa_key
 from pydantic import ValidationError
+from soak import SecondForm
 from typer.testing import CliRunner, Result
 
 from parquet_keytools import Keytools, strict_base64
@@ -151,12 +152,12 @@ class TestContractOfRsa(_Contract):
     pass
 
 
-class TestContractOfAesKeyWrap(_Contract):
+class TestContractOfAesKeyWrap(SecondForm, _Contract):
     kty = "oct-HSM"
     operations = WRAP_OPERATIONS
 
 
-class TestContractOfAesGcm(_Contract):
+class TestContractOfAesGcm(SecondForm, _Contract):
     kty = "oct-HSM"
 
 

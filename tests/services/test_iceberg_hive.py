@@ -14,7 +14,7 @@ import pytest
 from free_ports import free_port
 from iceberg_case import Lake, rows
 from iceberg_jvm import SPARK_CLASS_PATH, SPARK_JARS, compile_java, java
-from spark_jvm import JAVA_OPTIONS
+from spark_jvm import TRUSTING_OPTIONS
 
 from parquet_keytools.errors import NotEncryptedError, OutputError
 from parquet_keytools.iceberg import create_table, load_table
@@ -54,7 +54,7 @@ def metastore(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     class_path = os.pathsep.join(map(str, [*SPARK_CLASS_PATH, folder]))
     port = free_port()
     log = folder / "metastore.log"
-    options = [*shlex.split(JAVA_OPTIONS), *OPENED, f"-Djava.io.tmpdir={folder}", "-cp", class_path]
+    options = [*shlex.split(TRUSTING_OPTIONS), *OPENED, f"-Djava.io.tmpdir={folder}", "-cp", class_path]
     with (
         log.open("w") as stream,
         subprocess.Popen(

@@ -11,6 +11,7 @@ import pytest
 from openbao import OpenBao
 from rotation_case import TABLE, Case, materials
 
+from parquet_keytools import Keytools
 from parquet_keytools.errors import KeytoolsError
 from parquet_keytools.kms.vault import VaultKms, VaultSettings
 from parquet_keytools.rotation.report import Outcome
@@ -132,13 +133,15 @@ def predicted(case: Case, master_key: str, version: str | None) -> Loss:
 def happened(case: Case) -> Loss:
     """Return what cannot be read now."""
     lost: Loss = set()
+    # They have nothing cached.
+    tools_of = {kind: case.tools(**settings) for kind, settings in KINDS.items()}
     for path in sorted(case.folder.glob("*.parquet")):
         # As the table that it is a file of.
-        settings = KINDS[path.stem.rpartition("-")[0]]
+        tools = tools_of[path.stem.rpartition("-")[0]]
 
-        def reads(columns: list[str], path: Path = path, settings: dict[str, Any] = settings) -> bool:
+        def reads(columns: list[str], path: Path = path, tools: Keytools = tools) -> bool:
             try:
-                assert case.tools(**settings).read_table(path, columns=columns).equals(TABLE.select(columns))
+                assert tools.read_table(path, columns=columns).equals(TABLE.select(columns))
             except KeytoolsError:
                 return False
             return True

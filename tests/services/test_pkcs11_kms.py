@@ -20,6 +20,7 @@ import pkcs11
 import pytest
 from pkcs11 import Attribute, KeyType, MechanismFlag, TokenFlag
 from pydantic import ValidationError
+from soak import SecondForm
 from softhsm import PIN, SoftHsm, needs_softhsm
 from typer.testing import CliRunner
 
@@ -88,7 +89,7 @@ class TestPkcs11Contract(KmsClientContract):
         self.operator.rotate_key(master_key_id)
 
 
-class TestPkcs11ContractWithKeyWrap(TestPkcs11Contract):
+class TestPkcs11ContractWithKeyWrap(SecondForm, TestPkcs11Contract):
     mechanism = "AES_KEY_WRAP"
 
 

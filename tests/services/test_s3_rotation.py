@@ -35,8 +35,9 @@ from parquet_keytools.storage.locations import FileLocation
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
 every_footer = pytest.mark.parametrize("plaintext_footer", [True, False], ids=["plaintext_footer", "encrypted"])
 
-LARGE = pa.table({"a": np.random.default_rng(1).integers(0, 2**62, 800_000), "b": ["text"] * 800_000})
-"""6 MB that do not compress: the store copies them."""
+_KILOBYTES = np.random.default_rng(1).bytes(6_500 * 1024)
+LARGE = pa.table({"a": [_KILOBYTES[n << 10 : n + 1 << 10] for n in range(6_500)], "b": ["text"] * 6_500})
+"""6.5 MB that do not compress: the store copies them."""
 
 HEADERS = {
     "ContentType": "application/vnd.apache.parquet",
@@ -118,7 +119,7 @@ class S3Case:
 @every_footer
 def test_little_of_a_large_file_travels(store: S3Store, tmp_path: Path, plaintext_footer: bool) -> None:
     # Many times what may travel; in a soak as large as files are.
-    numbers = np.random.default_rng(7).integers(0, 2**62, 26_000_000 if SOAK else 4_000_000)
+    numbers = np.random.default_rng(7).integers(0, 2**62, 26_000_000 if SOAK else 1_500_000)
     table = pa.table({"a": numbers, "b": pa.repeat("text", len(numbers))})
     settings: dict[str, Any] = {"column_keys": {"ka": ["a"], "kb": ["b"]}, "plaintext_footer": plaintext_footer}
     case = Case.make(tmp_path, "keystore", **settings)
@@ -181,13 +182,13 @@ def test_everything_reads_when_the_old_version_is_disabled(
 def test_a_data_set(store: S3Store, tmp_path: Path) -> None:
     s3 = S3Case.make(store, tmp_path)
     data = store.get("d/x.parquet")
-    for number in range(20):
+    for number in range(8):
         store.put(f"d/p={number % 3}/{number}.parquet", data)
     report = s3.tools.rotate(f"{BUCKET}/d", filesystem=s3.filesystem)
-    assert report.counts == Counter({Outcome.ROTATED: 21}) and report.succeeded
+    assert report.counts == Counter({Outcome.ROTATED: 9}) and report.succeeded
     s3.case.disable(1)
     dataset = s3.tools.dataset(f"{BUCKET}/d", filesystem=s3.filesystem)
-    assert dataset.to_table().num_rows == 21 * TABLE.num_rows
+    assert dataset.to_table().num_rows == 9 * TABLE.num_rows
 
 
 def test_the_store_copies_many_parts(store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

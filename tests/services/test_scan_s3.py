@@ -12,7 +12,7 @@ from s3_store import BUCKET, S3Store
 
 from parquet_keytools import Keytools
 
-FILES = 40
+FILES = 16
 HEADERS = 8 * 1024
 """Requests and headers of a file take less."""
 

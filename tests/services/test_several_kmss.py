@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from moto_server import moto_server
 from openbao import OpenBao
+from soak import SecondForm
 from typer.testing import CliRunner, Result
 
 from parquet_keytools import Keytools
@@ -99,7 +100,7 @@ class TestContract(KmsClientContract):
         (self.keystore if name == "local" else self.server).rotate_key(within)
 
 
-class TestContractTheOtherWayRound(TestContract):
+class TestContractTheOtherWayRound(SecondForm, TestContract):
     """The same, with the two master keys exchanged."""
 
     @pytest.fixture

@@ -46,7 +46,7 @@ SETTINGS = {
 
 
 class Run:
-    """What a session with the bridge did, and then one with pipelines; both on the cluster."""
+    """What a session on the cluster did with the bridge, and then with pipelines."""
 
     def __init__(self, folder: Path, vault: FakeVault, patch: pytest.MonkeyPatch, cluster: SparkCluster) -> None:
         self.folder, self.flights = folder, every_nth_flight(50)
@@ -94,9 +94,10 @@ class Run:
                 Path(__file__).with_name("spark_jobs.py"), folder / "driver", {"PYSPARK_PYTHON": sys.executable}
             )
             of_executors = {f"spark.executorEnv.{name}": value for name, value in environment.items()}
-            job = {"master": cluster.url, "folder": folder, "settings": SETTINGS | of_executors}
+            settings = SETTINGS | of_executors
+            job = {"kind": "bridge", "master": cluster.url, "folder": folder, "settings": settings, "keep": True}
             with contextlib.closing(driver):
-                self.results = driver.do(kind="bridge", parts=["each_table"], **job)
+                self.results = driver.do(parts=["each_table"], **job)
                 self.read_of_spark = {
                     name: in_order(self.keytools.read_table(folder / "spark" / name, table_name=name))
                     for name in TABLES
@@ -105,11 +106,7 @@ class Run:
                 for key in ("footer", "pii"):
                     hsm.rotate_key(key)
                     vault.keys[key].add_version()
-                calls = [
-                    ["rotate", [folder / "spark" / name, self.configuration], {"table_name": name}]
-                    for name in TABLES
-                ]
-                self.rotations = dict(zip(TABLES, driver.do(kind="pipelines", calls=calls, **job), strict=True))
+                self.rotations = driver.do(parts=["rotate_tables"], **job)["rotate_tables"]
                 for key in ("footer", "pii"):
                     hsm.set_enabled(key, False, 1)
                     vault.keys[key].versions[0].enabled = False

@@ -16,7 +16,7 @@ from flights import every_nth_flight
 from openbao import OpenBao
 from spark_cluster import HOSTS, TOKEN_FILE, SparkCluster
 from spark_driver import SparkDriver
-from test_spark_bridge import expected_rows, kms_calls
+from test_spark_bridge import ends, expected_rows, kms_calls
 
 from parquet_keytools import Keytools
 
@@ -75,6 +75,7 @@ class Run:
         self.logs = cluster.executor_logs(self.results["settings"]["spark.app.id"])
         self.cluster_logs = cluster.all_logs()
         self.requests = server.requests_of_tokens() - before
+        self.cluster = cluster
 
 
 def make_tokens(server: OpenBao) -> dict[str, str]:
@@ -172,3 +173,7 @@ def test_no_token_comes_out(run: Run) -> None:
     assert sum("parquet.keytools.configuration" in text for text in texts.values()) >= 2, "the event log is there"
     found = [(name, whose) for name, text in texts.items() for whose, token in run.tokens.items() if token in text]
     assert found == []
+
+
+def test_no_worker_is_left(run: Run) -> None:
+    assert ends(lambda: not run.cluster.kms_workers())

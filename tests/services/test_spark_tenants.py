@@ -51,10 +51,10 @@ tables:
 
 
 class Lake:
-    """A folder with keystore and configuration, and the Spark that works on it."""
+    """A folder with keystore and configuration, and the Spark that works on it: the cluster, or one JVM."""
 
-    def __init__(self, folder: Path, driver: SparkDriver, master: str) -> None:
-        self.folder, self._driver, self._master = folder, driver, master
+    def __init__(self, folder: Path, driver: SparkDriver, cluster: SparkCluster) -> None:
+        self.folder, self._driver, self._cluster = folder, driver, cluster
         self.keystore = Keystore.create(
             folder / "keystore.json", lambda: passphrase_from_text(PASSPHRASE), scrypt_n=2**14
         )
@@ -64,13 +64,17 @@ class Lake:
         self.config.write_text(YAML)
         self.tools = Keytools.from_yaml(self.config)
 
-    def do(self, *calls: Any) -> dict[str, Any]:
-        job = {"master": self._master, "folder": self.folder, "config": self.config}
-        found: dict[str, Any] = self._driver.do(kind="tenants", calls=calls, **job)
+    def on_the_cluster(self, *calls: Any) -> dict[str, Any]:
+        """Make calls in a session whose executors have no keys of earlier ones."""
+        return self._do(self._cluster.url, *calls)
+
+    def in_one_jvm(self, *calls: Any) -> list[Any]:
+        found: list[Any] = self._do("local[2]", *calls)["found"]
         return found
 
-    def calls(self, *calls: Any) -> list[Any]:
-        found: list[Any] = self.do(*calls)["found"]
+    def _do(self, master: str, *calls: Any) -> dict[str, Any]:
+        job = {"master": master, "folder": self.folder, "config": self.config}
+        found: dict[str, Any] = self._driver.do(kind="tenants", calls=calls, **job)
         return found
 
 
@@ -80,13 +84,13 @@ def lake(
 ) -> Iterator[Lake]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, PASSPHRASE)
-        yield Lake(tmp_path_factory.mktemp("tenants"), spark_driver, spark_cluster.url)
+        yield Lake(tmp_path_factory.mktemp("tenants"), spark_driver, spark_cluster)
 
 
 @pytest.fixture(scope="module")
 def events(lake: Lake) -> dict[str, Any]:
     """What a session did that wrote and read all tenants."""
-    return lake.do(("write", "events", {"tenants": [*TENANTS, ODD]}), ("read", "events", {}))
+    return lake.on_the_cluster(("write", "events", {"tenants": [*TENANTS, ODD]}), ("read", "events", {}))
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -124,33 +128,6 @@ def test_each_partition_is_under_the_key_of_its_value(
         assert kms_calls(log)["wrap keys"] <= len(TENANTS) + 2
 
 
-def test_a_file_of_another_tenant_is_refused(lake: Lake, events: dict[str, Any]) -> None:
-    shutil.copytree(lake.folder / "events" / "tenant=t01", lake.folder / "moved" / "tenant=t01")
-    shutil.copytree(lake.folder / "events" / "tenant=t02", lake.folder / "moved" / "tenant=t02")
-    shutil.copy(files_of(lake.folder / "moved" / "tenant=t01")[0], lake.folder / "moved/tenant=t02/part-9.parquet")
-    shutil.copytree(lake.folder / "events" / "tenant=t01", lake.folder / "nowhere")
-    in_order = [("read", "moved", {"where": f"tenant = '{tenant}'"}) for tenant in ("t01", "t02")]
-    # The executors know what the file says of its keys: it is as the table says, in another folder.
-    own, others, nowhere = lake.calls(*in_order, ("read", "nowhere", {}))
-    assert own == [["t01", 4]]
-    assert "part-9.parquet" in others and "'prod/t01'" in others and "'prod/t02'" in others
-    assert "the key 'tenant-{tenant}' of one value" in nowhere
-    with pytest.raises(TableMismatchError):
-        lake.tools.read_table(lake.folder / "moved", table_name="events")
-
-
-def test_a_file_is_under_the_key_of_its_column(lake: Lake) -> None:
-    folder = lake.folder / "valued"
-    for name, table in (("own", "valued"), ("others", "of t02")):
-        rows = pa.table({"tenant": ["t01"], "email": ["t01-1@canary"], "day": [1]})
-        (folder / name).mkdir(parents=True)
-        lake.tools.write_table(rows, folder / name / "x.parquet", table_name=table)
-    valued = {"table": "valued"}
-    own, others = lake.calls(("read", "valued/own", valued), ("read", "valued/others", valued))
-    assert own == [["t01", 1]]
-    assert "x.parquet" in others and "it has another value" in others and "the keys of 't02'" in others
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pattern": ({"tenants": ["t01", "T02"]}, "the pattern refuses the value 'T02' of tenant"),
     "dynamic overwrite": (
@@ -177,10 +154,24 @@ KEEPS_TARGET = ("no partition", "no argument", "argument without key", "stock op
 
 
 @pytest.fixture(scope="module")
-def writes(lake: Lake) -> dict[str, Any]:
-    """What one session did: each way to write."""
+def session(lake: Lake, events: dict[str, Any]) -> dict[str, Any]:
+    """What one session in one JVM did: each way to write, and reads of files that are in the wrong place."""
+    shutil.copytree(lake.folder / "events" / "tenant=t01", lake.folder / "moved" / "tenant=t01")
+    shutil.copytree(lake.folder / "events" / "tenant=t02", lake.folder / "moved" / "tenant=t02")
+    shutil.copy(files_of(lake.folder / "moved" / "tenant=t01")[0], lake.folder / "moved/tenant=t02/part-9.parquet")
+    shutil.copytree(lake.folder / "events" / "tenant=t01", lake.folder / "nowhere")
+    for name, table in (("own", "valued"), ("others", "of t02")):
+        rows = pa.table({"tenant": ["t01"], "email": ["t01-1@canary"], "day": [1]})
+        (lake.folder / "valued" / name).mkdir(parents=True)
+        lake.tools.write_table(rows, lake.folder / "valued" / name / "x.parquet", table_name=table)
     given = {"table": "given", "tenants": ["t07"], "by": ["day"], "key_values": {"tenant": "t07"}}
     calls = {
+        # The JVM then knows what the file says of its keys: it is as the table says, in another folder.
+        "moved own": ("read", "moved", {"where": "tenant = 't01'"}),
+        "moved others": ("read", "moved", {"where": "tenant = 't02'"}),
+        "nowhere": ("read", "nowhere", {}),
+        "valued own": ("read", "valued/own", {"table": "valued"}),
+        "valued others": ("read", "valued/others", {"table": "valued"}),
         "one folder": ("write", "static/tenant=t03", {"tenants": ["t03"], "by": ["day"]}),
         "given": ("write", "given", given),
         "read given": ("read", "given", {"table": "given"}),
@@ -194,28 +185,43 @@ def writes(lake: Lake) -> dict[str, Any]:
         keeps = name in KEEPS_TARGET
         path = "overwritten" if keeps else f"refused/{name}"
         calls[name] = ("write", path, options | {"mode": "overwrite" if keeps else "append"})
-    return dict(zip(calls, lake.calls(*calls.values()), strict=True))
+    return dict(zip(calls, lake.in_one_jvm(*calls.values()), strict=True))
+
+
+def test_a_file_of_another_tenant_is_refused(lake: Lake, session: dict[str, Any]) -> None:
+    assert session["moved own"] == [["t01", 4]]
+    others = session["moved others"]
+    assert "part-9.parquet" in others and "'prod/t01'" in others and "'prod/t02'" in others
+    assert "the key 'tenant-{tenant}' of one value" in session["nowhere"]
+    with pytest.raises(TableMismatchError):
+        lake.tools.read_table(lake.folder / "moved", table_name="events")
+
+
+def test_a_file_is_under_the_key_of_its_column(session: dict[str, Any]) -> None:
+    assert session["valued own"] == [["t01", 1]]
+    others = session["valued others"]
+    assert "x.parquet" in others and "it has another value" in others and "the keys of 't02'" in others
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_write_without_one_allowed_value_is_refused(lake: Lake, writes: dict[str, Any], name: str) -> None:
-    assert REFUSED[name][1] in writes[name]
+def test_a_write_without_one_allowed_value_is_refused(lake: Lake, session: dict[str, Any], name: str) -> None:
+    assert REFUSED[name][1] in session[name]
     # A task may have committed the file of another tenant.
     for path in (lake.folder / "refused").rglob("*"):
         assert path.is_dir() or b"canary" not in path.read_bytes()
     assert files_of(lake.folder / "overwritten")
 
 
-def test_other_ways_to_write(lake: Lake, writes: dict[str, Any]) -> None:
+def test_other_ways_to_write(lake: Lake, session: dict[str, Any]) -> None:
     for name in ("one folder", "given", "table", "stream", "overwritten before"):
-        assert writes[name] == "written", name
+        assert session[name] == "written", name
     for name in ("catalog", "streamed", "overwritten"):
         assert_under_own_keys(lake, name)
     assert {email_key_of(lake, path) for path in files_of(lake.folder / "static")} == {"prod/t03"}
     assert {email_key_of(lake, path) for path in files_of(lake.folder / "given")} == {"prod/t07"}
-    assert "has no value of tenant" in writes["elsewhere"] and not files_of(lake.folder / "elsewhere")
-    assert writes["read given"] == [["t07", 4]]
-    assert writes["read stream"] == [["t01", 4], ["t02", 4]]
+    assert "has no value of tenant" in session["elsewhere"] and not files_of(lake.folder / "elsewhere")
+    assert session["read given"] == [["t07", 4]]
+    assert session["read stream"] == [["t01", 4], ["t02", 4]]
     assert lake.tools.read_table(lake.folder / "given", table_name="given").num_rows == 4
     assert lake.tools.read_table(lake.folder / "catalog", table_name="events").num_rows == 10
 
@@ -223,12 +229,12 @@ def test_other_ways_to_write(lake: Lake, writes: dict[str, Any]) -> None:
 def test_the_data_of_one_tenant_becomes_unreadable(lake: Lake, events: dict[str, Any]) -> None:
     lake.keystore.set_enabled("prod/t07", False)
     try:
-        others, own, everything, days = lake.calls(
+        others, own, everything, days = lake.on_the_cluster(
             ("read", "events", {"where": "tenant <> 't07'"}),
             ("read", "events", {"where": "tenant = 't07'"}),
             ("read", "events", {}),
             ("write", "disabled", {"tenants": ["t07"]}),
-        )
+        )["found"]
     finally:
         lake.keystore.set_enabled("prod/t07", True)
     assert others == [[tenant, 4] for tenant in sorted([*TENANTS, ODD]) if tenant != "t07"]
@@ -272,7 +278,7 @@ def test_a_new_worker_trusts_the_keys_of_values(
 
 
 @pytest.fixture(scope="module")
-def pipelines(lake: Lake, spark_driver: SparkDriver, spark_cluster: SparkCluster) -> dict[str, Any]:
+def pipelines(lake: Lake, spark_driver: SparkDriver) -> dict[str, Any]:
     """What the pipelines did with the files of tenants."""
     names = [*TENANTS[:20], ODD]
     rows = pa.table({"tenant": names * 4, "email": [f"{name}@canary" for name in names * 4], "day": [1] * 84})
@@ -297,7 +303,7 @@ def pipelines(lake: Lake, spark_driver: SparkDriver, spark_cluster: SparkCluster
         "keys": ("keys", [target, config], named),
         "decrypt": ("decrypt", [target, lake.folder / "back", config], named),
     }
-    job = {"kind": "pipelines", "master": spark_cluster.url, "folder": lake.folder, "settings": {}}
+    job = {"kind": "pipelines", "master": "local[2]", "folder": lake.folder, "settings": {}}
     return dict(zip(calls, spark_driver.do(calls=list(calls.values()), **job), strict=True))
 
 

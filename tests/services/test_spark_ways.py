@@ -87,9 +87,18 @@ def bare(folder: Path, spark_driver: SparkDriver) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def configured(folder: Path, spark_driver: SparkDriver) -> dict[str, Any]:
-    """What a session did that was made with `configure`, in a JVM that never looked for our classes in vain."""
+def later(folder: Path, spark_driver: SparkDriver, bare: dict[str, Any]) -> dict[str, Any]:
+    """What a session did that ran before it was configured, in a JVM that had not had our jar until then.
+
+    It comes after `bare`, whose JVM is of use to no other test.
+    """
     spark_driver.close()
+    return run(spark_driver, folder / "later", configured=False, later=True)
+
+
+@pytest.fixture(scope="module")
+def configured(folder: Path, spark_driver: SparkDriver, later: dict[str, Any]) -> dict[str, Any]:
+    """What a session did that was made with `configure`, in a JVM that never looked for our classes in vain."""
     return run(spark_driver, folder / "configured", configured=True)
 
 
@@ -200,9 +209,7 @@ def test_an_insert_into_a_table_of_a_configured_session(
     assert parts and {path.read_bytes()[-4:] for path in parts} == {b"PARE"}
 
 
-def test_a_session_that_runs_is_configured(folder: Path, spark_driver: SparkDriver) -> None:
-    spark_driver.close()
-    later = run(spark_driver, folder / "later", configured=False, later=True)
+def test_a_session_that_runs_is_configured(later: dict[str, Any]) -> None:
     assert later["returned"] is True
     assert later["with options"]["outcome"] == "encrypted"
     assert later["read"] == 20

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from openbao import OpenBao
 from pydantic import ValidationError
+from soak import SecondForm
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import (
@@ -105,7 +106,7 @@ class TestVaultContract(KmsClientContract):
         self.server.rotate_key(master_key_id)
 
 
-class TestVaultContractWithDerivedKeys(TestVaultContract):
+class TestVaultContractWithDerivedKeys(SecondForm, TestVaultContract):
     """The same with keys that each context has its own of."""
 
     @pytest.fixture

@@ -14,7 +14,7 @@ from py4j.protocol import Py4JJavaError
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "services"))
 
-from spark_jvm import JAVA_OPTIONS, remember_names
+from spark_jvm import TRUSTING_OPTIONS, remember_names
 
 from engines.ours import base64_keys, deks_of
 from engines.policy import EncryptedFile, Policy
@@ -64,7 +64,7 @@ def spark_session(folder: Path) -> Iterator[SparkSession]:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
         # Nothing else in its class path: it would not take the archive of classes.
-        "spark.driver.extraJavaOptions": JAVA_OPTIONS,
+        "spark.driver.extraJavaOptions": TRUSTING_OPTIONS,
         "spark.driver.memory": "512m",
         "spark.local.dir": str(folder),
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
