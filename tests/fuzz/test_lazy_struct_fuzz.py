@@ -19,7 +19,7 @@ from soak import how_many
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.structs import FileMetaData
-from parquet_keytools.format.thrift import MAX_DEPTH, Struct, ThriftList, ThriftMap, WireType, read_struct
+from parquet_keytools.format.thrift import MAX_DEPTH, Struct, ThriftList, WireType, read_struct
 
 _LONG = b"k" * 300
 
@@ -49,6 +49,7 @@ class _Naive:
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.at = 0
+        self.is_in_map = False
 
     def take(self, length: int) -> bytes:
         if length > len(self.data) - self.at:
@@ -79,7 +80,8 @@ class _Naive:
         field_id = 0
         while header := self.take(1)[0]:
             field_id = field_id + (header >> 4) if header >> 4 else self.zigzag(16)
-            if field_id in fields or not -32_768 <= field_id <= 32_767:
+            is_wrong = field_id in fields or not -32_768 <= field_id <= 32_767
+            if is_wrong and not self.is_in_map:
                 raise ValueError("twice, or out of range")
             code = header & 0x0F
             fields[field_id] = code, None if code in (1, 2) else self.value(code, depth + 1)
@@ -99,11 +101,17 @@ class _Naive:
             count = header >> 4 if header >> 4 < 15 else self.varint(32)
             return self.elements(count, header & 0x0F, depth)
         if code == 11:
+            # Maps stay bytes: fields in them may come twice.
+            start, was_in_map, self.is_in_map = self.at, self.is_in_map, True
             count = self.varint(32)
             types = self.take(1)[0] if count else 0
             if count > len(self.data):
                 raise ValueError("too many")
-            return [(self.value(types >> 4, depth + 1), self.value(types & 15, depth + 1)) for _ in range(count)]
+            for _ in range(count):
+                self.value(types >> 4, depth + 1)
+                self.value(types & 15, depth + 1)
+            self.is_in_map = was_in_map
+            return self.data[start : self.at]
         return self.take({1: 1, 2: 1, 3: 1, 7: 8, 13: 16}[code])
 
     def elements(self, count: int, code: int, depth: int) -> list[Any]:
@@ -126,8 +134,6 @@ def _all(value: Any) -> Any:
         return {field_id: (int(code), _all(inner)) for field_id, (code, inner) in value.fields.items()}
     if isinstance(value, ThriftList):
         return [_all(element) for element in value.elements]
-    if isinstance(value, ThriftMap):
-        return [(_all(key), _all(item)) for key, item in value.pairs]
     return value
 
 

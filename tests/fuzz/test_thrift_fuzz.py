@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from soak import how_many
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.thrift import Struct, ThriftList, ThriftMap, WireType, read_struct
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_struct, varint, write_value
 
 _SCALARS = {
     WireType.I16: st.integers(-(2**15), 2**15 - 1),
@@ -29,6 +29,11 @@ def _structs(values: st.SearchStrategy[tuple[WireType, object]]) -> st.SearchStr
     return st.dictionaries(st.integers(-(2**15), 2**15 - 1), values, max_size=8).map(Struct)
 
 
+def _map(pairs: list[tuple[object, object]]) -> bytes:
+    written = [write_value(WireType.BINARY, key) + write_value(WireType.I32, value) for key, value in pairs]
+    return varint(len(pairs)) + bytes((WireType.BINARY << 4 | WireType.I32,)) + b"".join(written)
+
+
 def _nested(values: st.SearchStrategy[tuple[WireType, object]]) -> st.SearchStrategy[tuple[WireType, object]]:
     structs = _structs(values)
     numbers = st.lists(_SCALARS[WireType.I64], max_size=40)
@@ -38,7 +43,7 @@ def _nested(values: st.SearchStrategy[tuple[WireType, object]]) -> st.SearchStra
         structs.map(lambda struct: (WireType.STRUCT, struct)),
         st.lists(structs, max_size=20).map(lambda items: (WireType.LIST, ThriftList(WireType.STRUCT, items))),
         numbers.map(lambda items: (WireType.SET, ThriftList(WireType.I64, items))),
-        texts.map(lambda pairs: (WireType.MAP, ThriftMap(WireType.BINARY, WireType.I32, pairs))),
+        texts.map(lambda pairs: (WireType.MAP, _map(pairs))),
     )
 
 

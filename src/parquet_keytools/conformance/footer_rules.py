@@ -43,8 +43,12 @@ from parquet_keytools.format.file_layout import (
     read_footer_bytes,
     unauthenticated_limit,
 )
-from parquet_keytools.format.partial_footers import hidden_chunk_fields, shown_metadata, wrongly_shown
-from parquet_keytools.format.schema_key_values import VisibleKeyValues
+from parquet_keytools.format.partial_footers import (
+    VisibleKeyValues,
+    hidden_chunk_fields,
+    shown_metadata,
+    wrongly_shown,
+)
 from parquet_keytools.format.structs import (
     ColumnChunk,
     ColumnMetaData,

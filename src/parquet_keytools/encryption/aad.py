@@ -32,11 +32,7 @@ WRITE_LARGER_ROW_GROUPS = "Write larger row groups, or more files."
 
 
 def refuse_more_than_ordinals(path: object, *, row_groups: int = 0, columns: int = 0) -> None:
-    """Refuse to write more row groups or columns than there are ordinals (spec 4.4.2).
-
-    Raises:
-        FormatLimitError: There are more than `MAX_COUNT` of either.
-    """
+    """Raise `FormatLimitError` for more row groups or columns than there are ordinals (spec 4.4.2)."""
     if max(row_groups, columns) > MAX_COUNT:
         what = f"{row_groups} row groups" if row_groups > MAX_COUNT else f"{columns} columns"
         raise FormatLimitError(
@@ -94,10 +90,6 @@ def module_behind(prefix: bytes, file_unique: bytes) -> ModuleType | None:
     The attacker can also move bytes from there to the AAD prefix, so that the file unique has 8 bytes again. Then
     only the end of both shows it. Random bytes must not be mistaken for that, so only pages of row groups and
     columns below 256 are looked for: fewer than 2 in 100,000 files that store a prefix are.
-
-    Args:
-        prefix: The AAD prefix; empty where there is none.
-        file_unique: As the file stores it.
     """
     behind = file_unique[FILE_UNIQUE_LENGTH_BYTES:]
     for module_type in _OTHERS_THAN_FOOTERS if behind else ():
@@ -115,10 +107,7 @@ def module_behind(prefix: bytes, file_unique: bytes) -> ModuleType | None:
 
 
 def random_file_unique() -> bytes:
-    """Return the file unique of a new file, which no reader takes for a part of another module's AAD.
-
-    Random bytes alone would make 2 in 100,000 files that readers refuse unless they expect the prefix.
-    """
+    """Return the file unique of a new file, which no reader takes for a part of another module's AAD."""
     while True:
         file_unique = os.urandom(FILE_UNIQUE_LENGTH_BYTES)
         # All bytes looked at are at its end when a prefix is long enough; this one says nothing itself.
@@ -138,18 +127,7 @@ def module_aad(
     column_ordinal: int | None = None,
     page_ordinal: int | None = None,
 ) -> bytes:
-    """Return the AAD of one module (spec 4.4.2).
-
-    Args:
-        file_aad: AAD prefix, if any, and then the file unique.
-        module_type: Its type; says which of the ordinals belong to it.
-        row_group_ordinal: Of its row group; for all modules but the footer.
-        column_ordinal: Position of its leaf in the file's schema; for all modules but the footer.
-        page_ordinal: Position among the data pages of its chunk; for data pages and their headers.
-
-    Raises:
-        FormatLimitError: An ordinal does not fit into 16 bits with a sign.
-    """
+    """Return the AAD of one module (spec 4.4.2); raise `FormatLimitError` if an ordinal is out of range."""
     if module_type is _FOOTER:
         return file_aad + b"\x00"
     ordinals: tuple[int | None, ...] = (row_group_ordinal, column_ordinal)
@@ -211,8 +189,7 @@ BASE64 = "base64:"
 def prefix_bytes(prefix: str | bytes) -> bytes:
     """Return the bytes of an AAD prefix that is given as bytes, as `base64:` with base64 of them, or as text.
 
-    Raises:
-        AadPrefixError: It is empty, the base64 is not valid, or a text holds the delimiter.
+    Raises `AadPrefixError` if it is empty, the base64 is not valid, or a text holds the delimiter.
     """
     if isinstance(prefix, bytes):
         found = prefix
@@ -250,11 +227,7 @@ def prefix_text(prefix: bytes) -> str:
 
 
 def delimited_prefix(prefix: str | bytes) -> bytes:
-    """Return the AAD prefix that is written for what `prefix_bytes` takes.
-
-    Raises:
-        AadPrefixError: As `prefix_bytes`.
-    """
+    """Return the AAD prefix that is written for what `prefix_bytes` takes."""
     return without_delimiter(prefix_bytes(prefix)) + PREFIX_DELIMITER
 
 
@@ -265,23 +238,14 @@ def without_delimiter(prefix: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class ExpectedAadPrefix:
-    """The AAD prefix that a file must have.
-
-    Attributes:
-        candidates: The forms that its text takes, the one that we write first.
-        any_file_unique: Whether the file unique may have another length than 8 bytes.
-    """
+    """The AAD prefix that a file must have, in the forms that its text takes: first the one that we write."""
 
     candidates: tuple[bytes, ...]
     any_file_unique: bool = False
 
     @classmethod
     def of(cls, prefix: str | bytes, *, any_file_unique: bool = False) -> ExpectedAadPrefix:
-        """Return what is expected of a file with a prefix: the prefix with NUL at its end, or without.
-
-        Raises:
-            AadPrefixError: As `prefix_bytes`.
-        """
+        """Return what is expected of a file with a prefix: the prefix with NUL at its end, or without."""
         given, written = prefix_bytes(prefix), delimited_prefix(prefix)
         # Bytes that end in NUL say whether the file has it.
         return cls(tuple(dict.fromkeys((written, given))), any_file_unique)
@@ -289,17 +253,7 @@ class ExpectedAadPrefix:
     def check(
         self, stored: bytes | None, file_unique: bytes, path: str, *, supply_aad_prefix: bool
     ) -> tuple[bytes, ...]:
-        """Return the prefixes that the file may have: one where it stores it.
-
-        Args:
-            stored: As the file stores it, or None.
-            file_unique: As the file stores it.
-            path: The file, for error texts.
-            supply_aad_prefix: Whether the file was written with a prefix that is not stored.
-
-        Raises:
-            AadPrefixError: The file has another prefix or none, or a file unique that may hold a part of one.
-        """
+        """Return the prefixes that the file may have, one where it stores it; if none fits, `AadPrefixError`."""
         if stored is not None:
             found = [candidate for candidate in self.candidates if hmac.compare_digest(candidate, stored)]
             if not found:
@@ -337,16 +291,8 @@ def expected_aad_prefix(
     """Return what is expected of a file, by its caller or its table; None where any prefix will do.
 
     With `any_file_unique` only a delimiter keeps one prefix from being the beginning of another. The prefixes of
-    tables are compared with each other when the configuration is read; one that is given is not among them, and
-    is accepted with NUL at its end alone.
-
-    Args:
-        given: The prefix that the caller expects, or None.
-        rendered: What the table says for this file, or the tables where none is named.
-        any_file_unique: As the configuration says.
-
-    Raises:
-        AadPrefixError: As `prefix_bytes`.
+    tables (`rendered`) are compared with each other when the configuration is read; one that is given is not among
+    them, and is accepted with NUL at its end alone.
     """
     if given is None:
         text = next(iter(rendered), None)
@@ -366,10 +312,9 @@ def aad_prefixes(
 ) -> tuple[bytes, ...]:
     """Return the prefixes that a file may have, the likeliest first; one unless it does not store it.
 
-    Raises:
-        AadPrefixError: See `ExpectedAadPrefix.check`; or the prefix is needed and not given.
-        DecryptionError: The file unique shows that another module is in the place of the footer.
-        ParquetFormatError: The file has no file unique.
+    Raises errors of `ExpectedAadPrefix.check`; `AadPrefixError` if a prefix is needed and not given;
+    `DecryptionError` if another module is in the place of the footer; and `ParquetFormatError` if the file has no
+    file unique.
     """
     if file_unique is None:
         raise ParquetFormatError(

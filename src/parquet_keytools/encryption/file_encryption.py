@@ -1,8 +1,4 @@
-"""Files encrypted, re-keyed and decrypted, as a whole or row group by row group, without decoding a value.
-
-`FileEncryption` says how a file is to be encrypted: keys, mode and algorithm; and what its footer says and shows
-(spec 5.2 to 5.5).
-"""
+"""Files encrypted, re-keyed and decrypted, as a whole or row group by row group, without decoding a value."""
 
 from __future__ import annotations
 
@@ -16,14 +12,12 @@ from parquet_keytools.encryption.file_rewriter import (
     INDEX_FIELD_IDS,
     BytesPart,
     ChunkRewrite,
-    PagesMemory,
     Part,
     RowGroupRewrite,
-    chunk_of,
-    in_order,
+    bytes_part,
+    laid_out,
     new_row_group,
     rewrite_file,
-    warn_of_dropped_indexes,
     write_parts,
 )
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope
@@ -58,6 +52,7 @@ from parquet_keytools.format.file_layout import (
 )
 from parquet_keytools.format.partial_footers import (
     Selection,
+    VisibleKeyValues,
     hidden_chunk_fields,
     selected_footer,
     selected_sorting_columns,
@@ -65,7 +60,6 @@ from parquet_keytools.format.partial_footers import (
     shown_metadata,
     shown_row_group,
 )
-from parquet_keytools.format.schema_key_values import VisibleKeyValues
 from parquet_keytools.format.structs import (
     Aes,
     ColumnChunk,
@@ -76,7 +70,6 @@ from parquet_keytools.format.structs import (
     EncryptionWithFooterKey,
     FileCryptoMetaData,
     FileMetaData,
-    KeyValue,
     RowGroup,
 )
 from parquet_keytools.format.thrift import Entry, Struct, WireType, read_struct
@@ -90,23 +83,13 @@ _ENCRYPTED_COLUMN_METADATA = ColumnChunk.encrypted_column_metadata.field_id
 
 _log = logging.getLogger(__name__)
 
-_INDEXES = (
-    (ColumnChunk.offset_index_offset.field_id, ColumnChunk.offset_index_length.field_id),
-    (ColumnChunk.column_index_offset.field_id, ColumnChunk.column_index_length.field_id),
-)
-
 _MOST_NAMED = 20
 """How many hidden things a message names."""
 
 
 @dataclass(frozen=True)
 class ColumnKey:
-    """The key of a column.
-
-    Attributes:
-        dek: The DEK.
-        key_metadata: What the file carries for it (spec 4.3), or None for nothing.
-    """
+    """The DEK of a column, and what the file carries for it (spec 4.3)."""
 
     dek: SecretBytes
     key_metadata: bytes | None = None
@@ -117,21 +100,7 @@ KeyChoice = ColumnKey | Literal[ColumnEncryption.FOOTER_KEY, ColumnEncryption.PL
 
 @dataclass(frozen=True)
 class FileEncryption:
-    """How one file is encrypted. For every file a new one: its file unique, and best its DEKs, are its own.
-
-    Attributes:
-        footer_dek: Encrypts or signs the footer.
-        footer_key_metadata: What the file carries for it, or None for nothing.
-        columns: Path of a leaf column -> its key.
-        unlisted_columns: What columns are encrypted with that are not in `columns`.
-        algorithm: AES_GCM_CTR_V1 does not authenticate pages.
-        plaintext_footer: Whether the footer is signed only, so that readers without keys can use it.
-        aad_prefix: Binds the file to its identity (spec 4.4.1), or None.
-        store_aad_prefix: Whether the file carries the prefix; else its readers must supply it.
-        aad_file_unique: Random bytes of this file.
-        invocation_limit: How often one key may encrypt in this file.
-        visible_key_values: Which key-value metadata of the file a plaintext footer shows.
-    """
+    """How one file is encrypted. Its file unique, and best its DEKs, belong to no other file."""
 
     footer_dek: SecretBytes
     footer_key_metadata: bytes | None = None
@@ -159,11 +128,7 @@ class FileEncryption:
         return [(self.footer_dek, self.footer_key_metadata), *of_columns]
 
     def keys_of(self, leaves: Sequence[LeafColumn]) -> list[KeyChoice]:
-        """Return the key of each leaf column of a file.
-
-        Raises:
-            ConfigurationError: A listed column is none of them.
-        """
+        """Return the key of each leaf column; raise `ConfigurationError` if a listed column is none of them."""
         unknown = set(self.columns) - {leaf.path for leaf in leaves}
         if unknown:
             names = ", ".join(repr(".".join(path)) for path in sorted(unknown))
@@ -187,29 +152,20 @@ class FileEncryption:
 
 
 class OutputKeys:
-    """The ciphers of a file that is being encrypted: one for each DEK, so that each counts its invocations.
+    """The ciphers of a file that is being encrypted, one for each DEK, so that each counts its invocations.
 
-    Attributes:
-        encryption: How the file is encrypted.
-        column_keys: The key of each leaf column.
-        footer_cipher: Under the footer's DEK.
-        column_ciphers: For each leaf column; None where it stays plaintext.
+    It makes the parts of the footer, and notes what a plaintext footer does not show and is nowhere else.
     """
 
     def __init__(self, encryption: FileEncryption, leaves: Sequence[LeafColumn]) -> None:
-        """Make them for a file with these leaf columns.
-
-        Raises:
-            ConfigurationError: A key is given for a column that is not among them.
-        """
         self.encryption = encryption
         self.column_keys = encryption.keys_of(leaves)
         self._ciphers: dict[bytes, ModuleCipher] = {}
         self.footer_cipher = self._cipher_of(encryption.footer_dek)
         self.column_ciphers = [self._column_cipher(key) for key in self.column_keys]
         keys = self.column_keys
-        encrypted = [ordinal for ordinal, key in enumerate(keys) if key is not ColumnEncryption.PLAINTEXT]
-        self._plaintext_footer = PlaintextFooterMaker(encryption.visible_key_values, encrypted)
+        self._encrypted = frozenset(i for i, key in enumerate(keys) if key is not ColumnEncryption.PLAINTEXT)
+        self._lost: dict[str, None] = {}
         # The same in every row group.
         self._crypto_metadata = [_crypto_metadata(key, leaf.path) for key, leaf in zip(keys, leaves, strict=True)]
 
@@ -235,15 +191,7 @@ class OutputKeys:
         return ChunkCipher(cipher, self.encryption.algorithm, row_group_ordinal, column_ordinal)
 
     def protected(self, chunk: ChunkRewrite, column_ordinal: int) -> bytes:
-        """Return a chunk of the output's footer: how it is encrypted, and its metadata (spec 5.3).
-
-        Args:
-            chunk: The chunk, laid out.
-            column_ordinal: Of its column.
-
-        Raises:
-            FormatLimitError: The key has encrypted as much as it may.
-        """
+        """Return a chunk of the output's footer: how it is encrypted, and its metadata (spec 5.3)."""
         key, metadata = self.column_keys[column_ordinal], chunk.new_metadata()
         plaintext_footer = self.encryption.plaintext_footer
         writer = chunk.writer
@@ -260,21 +208,23 @@ class OutputKeys:
         if not plaintext_footer:
             return written
         shown, _ = ColumnChunk.read(written)
-        self._plaintext_footer.protect_chunk(shown, ColumnMetaData.read(metadata)[0])
+        for field_id in hidden_chunk_fields(shown.struct):
+            shown.struct.set_entry(field_id, None)
+            self._lost[f"field {field_id} of a column chunk"] = None
+        for offset_id, length_id in INDEX_FIELD_IDS.values():
+            if not shown.struct.has(length_id):
+                shown.struct.set_entry(offset_id, None)  # No reader finds an index without its length.
+        # All of it is in the encrypted metadata.
+        shown.meta_data, _ = shown_metadata(ColumnMetaData.read(metadata)[0])
         return shown.serialise()
 
     def footer(self, footer: Footer, row_groups: list[RowGroup]) -> bytes:
-        """Return the output's footer with what belongs to it, up to its length (spec 5.4, 5.5).
-
-        Raises:
-            VisibleMetadataError: A plaintext footer would lack metadata of the source, and that is to be refused.
-        """
+        """Return the output's footer with what belongs to it, up to its length (spec 5.4, 5.5)."""
         encryption = self.encryption
-        if encryption.plaintext_footer:
-            metadata = self._plaintext_footer.footer(footer.metadata, row_groups, footer.path)
-        else:
-            metadata = footer.metadata.shallow_copy()
-            metadata.row_groups = row_groups
+        metadata = footer.metadata.shallow_copy()
+        metadata.row_groups = row_groups
+        if encryption.plaintext_footer and self._encrypted:
+            metadata = self._shown(metadata, footer.path)
         metadata.encryption_algorithm = None
         metadata.footer_signing_key_metadata = None
         if not encryption.plaintext_footer:
@@ -285,6 +235,45 @@ class OutputKeys:
         metadata.encryption_algorithm = encryption.stored_algorithm()
         metadata.footer_signing_key_metadata = encryption.footer_key_metadata
         return self.footer_cipher.signed(metadata.serialise())
+
+    def _shown(self, metadata: FileMetaData, path: str) -> FileMetaData:
+        """Return what a plaintext footer may show; raise `VisibleMetadataError` if the rest must not be lost."""
+        entries = []
+        for entry in metadata.key_value_metadata or ():
+            shown = self.encryption.visible_key_values.shown(entry)
+            if shown is None or shown.value != entry.value:
+                part = "" if shown is None else "parts of "
+                self._lost[f"{part}the value of key {entry.key[:80]!r}"] = None
+            if shown is not None:
+                entries.append(shown)
+        row_groups = []
+        for row_group in metadata.row_groups:
+            shown_group, hidden = shown_row_group(row_group, self._encrypted)
+            self._lost.update(dict.fromkeys(hidden))
+            row_groups.append(shown_group)
+        new, hidden = shown_footer(metadata)
+        self._lost.update(dict.fromkeys(hidden))
+        new.row_groups = row_groups
+        if new.key_value_metadata is not None:
+            new.key_value_metadata = entries or None
+        self._report_lost(path)
+        return new
+
+    def _report_lost(self, path: str) -> None:
+        if not self._lost:
+            return
+        named = list(self._lost)
+        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        text = f"{', '.join(named[:_MOST_NAMED])}{more}"
+        if self.encryption.visible_key_values.refuses:
+            raise VisibleMetadataError(
+                f"{path}: a plaintext footer would show what may hold values of encrypted columns: {text}.",
+                hint="List keys that hold none under `plaintext_footer_keys`, drop the rest by "
+                "`plaintext_footer_key_values: drop`, or encrypt the footer.",
+            )
+        _log.warning(
+            "%s: left out of the plaintext footer, for it may hold values of encrypted columns: %s", path, text
+        )
 
 
 def _crypto_metadata(key: KeyChoice, path: tuple[str, ...]) -> Entry | None:
@@ -300,84 +289,6 @@ def _crypto_metadata(key: KeyChoice, path: tuple[str, ...]) -> Entry | None:
         crypto.encryption_with_footer_key = EncryptionWithFooterKey()
     return WireType.STRUCT, crypto.serialise()
 
-
-class PlaintextFooterMaker:
-    """Makes the parts of a plaintext footer, and keeps account of what is not shown and is nowhere else.
-
-    Args:
-        key_values: Which key-value metadata is shown.
-        encrypted: Ordinals of the encrypted columns. Where there are none, everything is shown.
-    """
-
-    def __init__(self, key_values: VisibleKeyValues, encrypted: Collection[int]) -> None:
-        self._key_values = key_values
-        self._encrypted = frozenset(encrypted)
-        self._lost: dict[str, None] = {}
-
-    def protect_chunk(self, chunk: ColumnChunk, metadata: ColumnMetaData) -> None:
-        """Set in the chunk of an encrypted column what is shown of its metadata, and remove fields not known."""
-        for field_id in hidden_chunk_fields(chunk.struct):
-            chunk.struct.set_entry(field_id, None)
-            self._lost[f"field {field_id} of a column chunk"] = None
-        for offset_id, length_id in _INDEXES:
-            if length_id not in chunk.struct.types():
-                chunk.struct.set_entry(offset_id, None)  # Nobody can read an index without its length.
-        # All of it is in the encrypted metadata.
-        chunk.meta_data, _ = shown_metadata(metadata)
-
-    def footer(self, metadata: FileMetaData, row_groups: list[RowGroup], path: str) -> FileMetaData:
-        """Return a footer with these row groups that shows what it may.
-
-        Raises:
-            VisibleMetadataError: Something would be lost, and that is to be refused.
-        """
-        new = metadata.shallow_copy()
-        new.row_groups = row_groups
-        if not self._encrypted:
-            return new
-        entries = self._entries(metadata)
-        shown_groups = []
-        for row_group in row_groups:
-            shown_group, hidden = shown_row_group(row_group, self._encrypted)
-            self._lost.update(dict.fromkeys(hidden))
-            shown_groups.append(shown_group)
-        new, hidden = shown_footer(new)
-        self._lost.update(dict.fromkeys(hidden))
-        new.row_groups = shown_groups
-        if new.key_value_metadata is not None:
-            new.key_value_metadata = entries or None
-        self._report(path)
-        return new
-
-    def _entries(self, metadata: FileMetaData) -> list[KeyValue]:
-        entries = []
-        for entry in metadata.key_value_metadata or ():
-            shown = self._key_values.shown(entry)
-            if self._key_values.hides(entry):
-                part = "" if shown is None else "parts of "
-                self._lost[f"{part}the value of key {entry.key[:80]!r}"] = None
-            if shown is not None:
-                entries.append(shown)
-        return entries
-
-    def _report(self, path: str) -> None:
-        if not self._lost:
-            return
-        named = list(self._lost)
-        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-        text = f"{', '.join(named[:_MOST_NAMED])}{more}"
-        if self._key_values.refuses:
-            raise VisibleMetadataError(
-                f"{path}: a plaintext footer would show what may hold values of encrypted columns: {text}.",
-                hint="List keys that hold none under `plaintext_footer_keys`, drop the rest by "
-                "`plaintext_footer_key_values: drop`, or encrypt the footer.",
-            )
-        _log.warning(
-            "%s: left out of the plaintext footer, for it may hold values of encrypted columns: %s", path, text
-        )
-
-
-_STRUCT = WireType.STRUCT
 
 Deks = Mapping[tuple[str, ...], SecretBytes]
 """DEKs of columns with a column key, by path."""
@@ -395,32 +306,14 @@ def decrypt_columns(
     threads: int = 2,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write a plaintext file of some columns and row groups; only their bytes are read.
+    """Write a plaintext file of some columns and row groups, None for all; only their bytes are read.
 
-    Args:
-        source: The file that the footer is from.
-        sink: Where the plaintext file goes.
-        footer: Its footer, opened. A file that is not encrypted will do as well.
-        deks: DEKs of the columns that have a column key.
-        columns: Paths of leaf columns; None for all. Top-level columns are taken whole: one leaf of a nested
-            column brings the others with it, so that its structure stays what it was.
-        row_group_ordinals: Which row groups, in the order wanted; None for all.
-        key_values: Entries of the key-value metadata to replace, or to drop where the value is None. Where
-            columns are left out, `ARROW:schema` is dropped unless it is given here: it would describe columns
-            that are not there, by position.
-        threads: How many threads work.
-        on_progress: Called with the number of bytes after each write, by any of the threads.
-
-    Raises:
-        KeyNotAvailableError: A wanted column has a column key and no DEK is given.
-        DecryptionError: A wanted part does not authenticate, or pages are not encrypted as the file states.
-        ParquetFormatError: It is not what the format says, a page is damaged, or there is no such column or row
-            group.
+    Top-level columns are taken whole, so that their structure stays what it was. `key_values` replaces entries of
+    the key-value metadata, or drops them where the value is None. Where columns are left out, `ARROW:schema` is
+    dropped unless it is given: it would describe columns that are not there, by position.
     """
-    try:
+    with naming_file(source.path):
         selection = selected_footer(footer.metadata, footer.leaves, columns, row_group_ordinals, key_values)
-    except ParquetFormatError as error:
-        raise ParquetFormatError(str(error), path=source.path) from None
     check_stated_algorithm(source, footer, deks)
     row_groups = open_chunks(
         footer, deks, lambda *_: None, selection.row_group_ordinals, selection.column_ordinals
@@ -428,9 +321,8 @@ def decrypt_columns(
     rewrite_file(
         source,
         sink,
+        footer,
         row_groups,
-        footer_offset=footer.envelope.footer_offset,
-        created_by=footer.metadata.created_by,
         magic=MAGIC,
         make_footer=lambda: _plaintext_footer(footer, selection, row_groups),
         threads=threads,
@@ -484,11 +376,7 @@ def _plaintext_footer(footer: Footer, selection: Selection, row_groups: list[Row
 
 
 def column_deks(footer: Footer, retriever: KeyRetriever) -> dict[tuple[str, ...], SecretBytes]:
-    """Return the DEKs of all columns that have a column key, asked for together.
-
-    Raises:
-        ColumnAccessDeniedError: Some are unavailable.
-    """
+    """Return the DEKs of all columns with column keys, asked for together, or raise `ColumnAccessDeniedError`."""
     columns = [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
     if not columns:
         return {}
@@ -512,20 +400,7 @@ def open_chunks(
     row_group_ordinals: Sequence[int] | None = None,
     column_ordinals: Sequence[int] | None = None,
 ) -> list[RowGroupRewrite]:
-    """Decrypt the metadata of chunks and make them ready to be rewritten.
-
-    Args:
-        footer: The footer of their file.
-        deks: DEKs of the columns that have a column key.
-        writer_of: Returns the cipher for the output, by row group ordinal and column ordinal.
-        row_group_ordinals: Which row groups; None for all.
-        column_ordinals: Which columns; None for all.
-
-    Raises:
-        KeyNotAvailableError: A column has a column key and no DEK is given.
-        DecryptionError: The metadata of a chunk does not authenticate.
-        ParquetFormatError: It is not what the format says.
-    """
+    """Decrypt the metadata of chunks, and make them ready to be rewritten; None for all row groups and columns."""
     wanted = range(len(footer.columns)) if column_ordinals is None else column_ordinals
     columns = [footer.columns[ordinal] for ordinal in wanted]
     ciphers = [footer.cipher_of(column, deks.get(column.path)) for column in columns]
@@ -560,33 +435,13 @@ def encrypt_source(
     *,
     threads: int = 2,
 ) -> None:
-    """Encrypt a plaintext file.
-
-    Args:
-        source: The file.
-        sink: Where the encrypted file goes.
-        encryption: How to encrypt it.
-        threads: How many threads work.
-
-    Raises:
-        AlreadyEncryptedError: The file is encrypted.
-        ParquetFormatError: The file is not what the format says, or a page is damaged.
-        FormatLimitError: The output would break a limit of the format; nothing was written then.
-        ConfigurationError: A key is given for a column that the file does not have.
-    """
+    """Encrypt a plaintext file."""
     footer = read_plaintext_footer(source)
     encrypt_opened(source, sink, footer, {}, encryption, threads=threads)
 
 
 def read_plaintext_footer(source: ByteSource) -> Footer:
-    """Read the footer of a file that is not encrypted.
-
-    All of it is read at once, where `read_envelope` only skims it: there is nothing to authenticate before.
-
-    Raises:
-        AlreadyEncryptedError: The file is encrypted.
-        ParquetFormatError: As `read_envelope` and `FooterEnvelope.open`.
-    """
+    """Read the whole footer of a file that is not encrypted; there is nothing to authenticate before."""
     footer = read_footer_bytes(source)
     read = None
     with naming_file(source.path):
@@ -598,7 +453,7 @@ def read_plaintext_footer(source: ByteSource) -> Footer:
         raise AlreadyEncryptedError(
             f"{source.path} is encrypted already.", hint="Use rekey to encrypt it with other keys."
         )
-    return envelope.with_metadata(read[0], None, b"")
+    return envelope.with_metadata(read[0])
 
 
 def encrypt_opened(
@@ -611,23 +466,7 @@ def encrypt_opened(
     threads: int = 2,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Encrypt a file whose footer is open: a plaintext file, or an encrypted one with other keys.
-
-    Args:
-        source: The file that the footer is from.
-        sink: Where the new file goes.
-        footer: Its footer.
-        deks: DEKs of the columns that have a column key.
-        encryption: How to encrypt it.
-        threads: How many threads work.
-        on_progress: Called with the number of bytes after each write, by any of the threads.
-
-    Raises:
-        DecryptionError: A part of it does not authenticate.
-        ParquetFormatError: It is not what the format says, or a page is damaged.
-        FormatLimitError: The output would break a limit of the format; nothing was written then.
-        ConfigurationError: A key is given for a column that the file does not have.
-    """
+    """Encrypt a file whose footer is open: a plaintext file, or an encrypted one with other keys."""
     refuse_more_than_ordinals(source.path, row_groups=len(footer.row_groups), columns=len(footer.leaves))
     check_stated_algorithm(source, footer, deks)
     keys = OutputKeys(encryption, footer.leaves)
@@ -645,9 +484,8 @@ def encrypt_opened(
     rewrite_file(
         source,
         sink,
+        footer,
         row_groups,
-        footer_offset=footer.envelope.footer_offset,
-        created_by=footer.metadata.created_by,
         magic=MAGIC if encryption.plaintext_footer else MAGIC_ENCRYPTED_FOOTER,
         make_footer=make_footer,
         threads=threads,
@@ -669,18 +507,7 @@ class StreamedFile:
     """
 
     def __init__(self, sink: ByteSink, encryption: FileEncryption, template: ByteSource):
-        """Begin the file.
-
-        Args:
-            sink: Where it goes.
-            encryption: How it is encrypted.
-            template: A plaintext file with the schema.
-
-        Raises:
-            ConfigurationError: A key is given for a column that is not in the schema.
-            FormatLimitError: The schema has more columns than an encrypted file can have.
-            OSError: The sink cannot be written.
-        """
+        """Begin the file; `template` is a plaintext file with the schema."""
         self.num_rows = 0
         self.size_bytes = 0
         self._sink = sink
@@ -691,16 +518,10 @@ class StreamedFile:
         self._magic = MAGIC if encryption.plaintext_footer else MAGIC_ENCRYPTED_FOOTER
         self._row_groups: list[RowGroup] = []
         self._indexes: dict[RegionKind, list[Index]] = {RegionKind.COLUMN_INDEX: [], RegionKind.OFFSET_INDEX: []}
-        self._write([_bytes_part(self._magic)])
+        self._write([bytes_part(self._magic)])
 
     def append(self, source: ByteSource) -> None:
-        """Encrypt and write the row groups of a plaintext file; nothing of it is held afterwards.
-
-        Raises:
-            ParquetFormatError: It is not what the format says, or has another schema.
-            FormatLimitError: The output would break a limit of the format.
-            OSError: The sink cannot be written.
-        """
+        """Encrypt and write the row groups of a plaintext file with the same schema; nothing of it is held."""
         footer = read_plaintext_footer(source)
         if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
             raise ParquetFormatError("a row group has another schema than the file.", path=source.path)
@@ -709,7 +530,13 @@ class StreamedFile:
         row_groups = open_chunks(
             footer, {}, lambda row_group, column: self._keys.writer_of(first + row_group, column)
         )
-        parts, indexes = self._laid_out(source, footer, row_groups)
+        parts: list[Part] = []
+        indexes: dict[ChunkRewrite, list[tuple[RegionKind, bytes]]] = {}
+        for region, chunk, part in laid_out(source, footer, row_groups, self.size_bytes, self._indexes):
+            if region.kind not in self._indexes:
+                parts.append(part)
+            elif isinstance(part, BytesPart) and part.length:
+                indexes.setdefault(chunk, []).append((region.kind, bytes(part.make())))
         self._write(parts)
         for ordinal, (row_group, chunks) in enumerate(row_groups, first):
             columns: list[bytes | Struct] = []
@@ -724,37 +551,8 @@ class StreamedFile:
             self._row_groups.append(new_row_group(ordinal, row_group, chunks, columns))
         self.num_rows += footer.metadata.num_rows
 
-    def _laid_out(
-        self, source: ByteSource, footer: Footer, row_groups: list[RowGroupRewrite]
-    ) -> tuple[list[Part], dict[ChunkRewrite, list[tuple[RegionKind, bytes]]]]:
-        """Return what is written now, and the indexes, which are kept."""
-        parts: list[Part] = []
-        indexes: dict[ChunkRewrite, list[tuple[RegionKind, bytes]]] = {}
-        offset, memory = self.size_bytes, PagesMemory()
-        regions = in_order(source, row_groups, footer.envelope.footer_offset, footer.metadata.created_by)
-        for region in regions:
-            chunk = chunk_of(region, row_groups)
-            part = chunk.lay_out(source, region, offset, memory)
-            if isinstance(part, BytesPart) and region.kind in self._indexes:
-                if part.length:
-                    indexes.setdefault(chunk, []).append((region.kind, bytes(part.make())))
-                continue
-            parts.append(part)
-            offset += part.length
-        warn_of_dropped_indexes(source.path, row_groups)
-        return parts, indexes
-
     def finish(self, template: ByteSource) -> None:
-        """Write what comes after the row groups.
-
-        Args:
-            template: A plaintext file without rows, whose footer has the key-value metadata.
-
-        Raises:
-            VisibleMetadataError: A plaintext footer would lack metadata, and that is to be refused.
-            ParquetFormatError: It has another schema.
-            OSError: The sink cannot be written.
-        """
+        """Write what follows the row groups; `template` is a file without rows, with the key-value metadata."""
         footer = read_plaintext_footer(template)
         if footer.metadata.bytes_of(FileMetaData.schema) != self._schema:
             raise ParquetFormatError("the footer has another schema than the file.", path=template.path)
@@ -762,17 +560,13 @@ class StreamedFile:
         parts: list[Part] = []
         for chunk, offset_field_id, module in (index for kind in self._indexes.values() for index in kind):
             chunk.set_entry(offset_field_id, (WireType.I64, offset))
-            parts.append(_bytes_part(module))
+            parts.append(bytes_part(module))
             offset += len(module)
         footer.metadata.num_rows = self.num_rows
         data = self._keys.footer(footer, self._row_groups)
-        parts.append(_bytes_part(with_trailer(data, self._magic)))
+        parts.append(bytes_part(with_trailer(data, self._magic)))
         self._write(parts)
 
     def _write(self, parts: list[Part]) -> None:
         write_parts(parts, self._sink, offset=self.size_bytes)
         self.size_bytes += sum(part.length for part in parts)
-
-
-def _bytes_part(data: bytes) -> BytesPart:
-    return BytesPart(len(data), lambda: data)

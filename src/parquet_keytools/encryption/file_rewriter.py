@@ -1,31 +1,48 @@
-"""Whole files rewritten: every module of a chunk read, laid out again, and written as plaintext or encrypted."""
+"""Whole files rewritten: every module of a chunk read, laid out again, and written as plaintext or encrypted.
+
+The loops of `PageJobs` run once for each page, and files with pages of 2 KB have hundreds of thousands: they look
+up nothing twice, build no object that is not needed, and take random bytes for many nonces at once.
+"""
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
+import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, starmap
+from operator import call
 from typing import NamedTuple
 
 from parquet_keytools.encryption.aad import MAX_ORDINAL, ModuleType
-from parquet_keytools.encryption.module_cipher import GCM_FRAMING, LENGTH_LENGTH, ChunkCipher
+from parquet_keytools.encryption.footer import Footer
+from parquet_keytools.encryption.module_cipher import (
+    GCM_FRAMING,
+    LENGTH_LENGTH,
+    NONCE_LENGTH,
+    ChunkCipher,
+    InvalidTag,
+    check_length_field,
+)
 from parquet_keytools.encryption.page_walk import (
-    NOT_DATA,
     ChunkPages,
-    DataPages,
-    PageJobs,
+    check_crc,
     checked_column_index,
     checked_offset_index,
     output_lengths,
     source_offsets,
     walk_chunk,
 )
-from parquet_keytools.errors import ParquetFormatError
+from parquet_keytools.encryption.protection import naming_file
+from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.file_layout import (
     MAGIC_LENGTH,
+    Bytes,
     ByteSink,
     ByteSource,
     ChunkPlaces,
@@ -35,7 +52,7 @@ from parquet_keytools.format.file_layout import (
     regions_of,
     with_trailer,
 )
-from parquet_keytools.format.pages import move_pages
+from parquet_keytools.format.pages import move_pages, padded_crc
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnChunk, ColumnMetaData, RowGroup
 from parquet_keytools.format.thrift import Changes, Entry, Struct, ThriftList, WireType
 from parquet_keytools.runtime.presentation import warn_caller
@@ -49,12 +66,7 @@ long as what is written is still in the processor's cache."""
 
 
 class BytesPart(NamedTuple):
-    """Bytes that are there already, or are made in one go.
-
-    Attributes:
-        length: How many.
-        make: Returns them.
-    """
+    """Bytes that are there already, or are made in one go."""
 
     length: int
     make: Callable[[], bytes | memoryview]
@@ -68,18 +80,13 @@ class BytesPart(NamedTuple):
         out[:] = self.make()
 
 
-class PagesPiece(NamedTuple):
-    """Some of the pages of a chunk.
+def bytes_part(data: bytes) -> BytesPart:
+    """Return bytes as a part of the output."""
+    return BytesPart(len(data), lambda: data)
 
-    Attributes:
-        length: How many bytes they have in the output.
-        chunk: The chunk.
-        pages: Its pages.
-        first: Position of the first one.
-        last: Position after the last one.
-        source_offset: Where they begin in the source.
-        source_length: How many bytes they have there.
-    """
+
+class PagesPiece(NamedTuple):
+    """Some of the pages of a chunk, from position `first` up to `last`."""
 
     length: int
     chunk: ChunkRewrite
@@ -91,15 +98,148 @@ class PagesPiece(NamedTuple):
 
     def fill(self, out: memoryview, jobs: PageJobs) -> None:
         """Write them into memory of their length, as soon as the jobs are run."""
-        _, chunk, pages, first, last, source_offset, source_length = self
-        source, reader, writer = chunk.source, chunk.reader, chunk.writer
-        stored = memoryview(source.read_at(source_offset, source_length))
-        if writer is not None:
-            jobs.encrypt(pages, first, last, stored, out, source.path, source_offset, reader, writer)
-        elif reader is not None:
-            jobs.decrypt(pages, first, last, stored, out, reader)
+        chunk = self.chunk
+        stored = memoryview(chunk.source.read_at(self.source_offset, self.source_length))
+        if chunk.writer is not None:
+            jobs.encrypt(self, stored, out)
+        elif chunk.reader is not None:
+            jobs.decrypt(self, stored, out)
         else:
             out[:] = stored
+
+
+_Job = tuple[Callable[[Bytes, Bytes, bytes, Bytes], object], Bytes, Bytes, bytes, Bytes]
+"""What one invocation of a cipher takes: the cipher, nonce, input, AAD and output."""
+
+_write_framing = struct.Struct("<I12s").pack_into
+_read_length = struct.Struct("<I").unpack_from
+
+
+_MORE_NONCES = 256 * NONCE_LENGTH
+
+
+class PageJobs:
+    """The cipher work for a part of the output, in one go: for many chunks where these are small.
+
+    The interpreter lock is let go within the cipher. Loops around it that do next to nothing else keep two threads
+    from waiting for each other after every page.
+    """
+
+    __slots__ = ("_crcs", "_decrypting", "_headers", "_nonces", "_owners", "_pages")
+
+    def __init__(self) -> None:
+        self._decrypting: list[_Job] = []
+        self._owners: list[tuple[int, ChunkCipher, ChunkPages, int]] = []
+        """Where the jobs of a chunk begin in `_decrypting`, its cipher, its pages, and the first of them."""
+        self._pages: list[_Job] = []
+        self._headers: list[_Job] = []
+        """For each of `_pages` one."""
+        self._crcs: list[tuple[int, int]] = []
+        """Position in these lists, and where in the header the CRC of the page is filled in."""
+        self._nonces = b""
+
+    def run(self) -> None:
+        """Do all of it; a page that does not authenticate raises `DecryptionError`."""
+        if self._decrypting:
+            jobs = iter(self._decrypting)
+            try:
+                deque(starmap(call, jobs), maxlen=0)
+            except InvalidTag:
+                raise self._not_authentic(len(self._decrypting) - sum(1 for _ in jobs) - 1) from None
+        deque(starmap(call, self._pages), maxlen=0)
+        for position, crc_at in self._crcs:
+            _, nonce, _, _, ciphertext = self._pages[position]
+            framing = struct.pack("<I12s", len(ciphertext) + NONCE_LENGTH, nonce)
+            crc = padded_crc(zlib.crc32(ciphertext, zlib.crc32(framing)))
+            cipher, nonce, header, aad, out = self._headers[position]
+            header = b"".join((header[:crc_at], crc, header[crc_at + len(crc) :]))
+            self._headers[position] = (cipher, nonce, header, aad, out)
+        deque(starmap(call, self._headers), maxlen=0)
+
+    def _take_nonces(self, count: int) -> bytes:
+        length = NONCE_LENGTH * count
+        if len(self._nonces) < length:
+            # Once for many small chunks, because the system lets the interpreter lock go, too.
+            self._nonces = os.urandom(length + _MORE_NONCES)
+        taken, self._nonces = self._nonces[:length], self._nonces[length:]
+        return taken
+
+    def _not_authentic(self, failed: int) -> DecryptionError:
+        start, reader, pages, first = max(owner for owner in self._owners if owner[0] <= failed)
+        return reader.page_place(pages.ordinals[first + failed - start]).not_authentic()
+
+    def encrypt(self, piece: PagesPiece, stored: memoryview, out: memoryview) -> None:
+        """Have pages and their headers encrypted, after decryption where there is a reader.
+
+        `stored` has them with their headers as they lie in the source; `out` is as long as their modules. The
+        writer's invocations are reserved. Wrong CRCs and length fields are errors.
+        """
+        _, chunk, pages, first, last, source_offset, _ = piece
+        reader, writer = chunk.reader, chunk.writer
+        assert writer is not None
+        header_base = header_start = pages.header_end(first)
+        headers = pages.headers[header_base : pages.header_end(last)]
+        nonces = self._take_nonces(2 * (last - first))
+        aads_of, framing = writer.page_aads, writer.page_framing
+        encrypt_page, encrypt_header = writer.pages_into(encrypt=True), writer.cipher.gcm.encrypt_into
+        add_page, add_header = self._pages.append, self._headers.append
+        room = memoryview(b"")
+        if reader is not None:
+            decrypt = reader.pages_into(encrypt=False)
+            room = memoryview(bytearray(len(stored)))
+            self._owners.append((len(self._decrypting), reader, pages, first))
+        at = offset = taken = used = 0
+        for header_length, length, ordinal, crc, header_end, crc_at in pages.each(first, last):
+            page_start = at + header_length
+            at = page_start + length
+            page = stored[page_start:at]
+            if crc >= 0:
+                check_crc(page, crc, chunk.source.path, source_offset + page_start)
+            if reader is not None:
+                if _read_length(page)[0] != length - LENGTH_LENGTH:
+                    check_length_field(page, length, reader.page_place(ordinal))
+                plaintext = room[used : used + length - reader.page_framing]
+                used += length
+                self._decrypting.append((decrypt, page[4:16], page[16:], reader.page_aads(ordinal)[1], plaintext))
+                page = plaintext
+            header_aad, page_aad = aads_of(ordinal)
+            page_offset = offset + header_end - header_start + GCM_FRAMING
+            end = page_offset + len(page) + framing
+            nonce = nonces[taken : taken + 12]
+            _write_framing(out, offset, page_offset - offset - 4, nonce)
+            header = headers[header_start - header_base : header_end - header_base]
+            add_header((encrypt_header, nonce, header, header_aad, out[offset + 16 : page_offset]))
+            nonce = nonces[taken + 12 : taken + 24]
+            _write_framing(out, page_offset, end - page_offset - 4, nonce)
+            if crc_at >= 0:
+                self._crcs.append((len(self._pages), crc_at))
+            add_page((encrypt_page, nonce, page, page_aad, out[page_offset + 16 : end]))
+            header_start = header_end
+            taken += 24
+            offset = end
+
+    def decrypt(self, piece: PagesPiece, stored: memoryview, out: memoryview) -> None:
+        """Have pages decrypted; their headers were, and what CRCs they state was checked, when they were found."""
+        _, chunk, pages, first, last, _, _ = piece
+        reader = chunk.reader
+        assert reader is not None
+        header_base = header_start = pages.header_end(first)
+        headers = pages.headers[header_base : pages.header_end(last)]
+        aads_of, framing, decrypt = reader.page_aads, reader.page_framing, reader.pages_into(encrypt=False)
+        add = self._decrypting.append
+        self._owners.append((len(self._decrypting), reader, pages, first))
+        at = offset = 0
+        for header_length, length, ordinal, _, header_end, _ in pages.each(first, last):
+            page_start = at + header_length
+            at = page_start + length
+            if _read_length(stored, page_start)[0] != length - LENGTH_LENGTH:
+                check_length_field(stored[page_start:at], length, reader.page_place(ordinal))
+            page_offset = offset + header_end - header_start
+            out[offset:page_offset] = headers[header_start - header_base : header_end - header_base]
+            offset = page_offset + length - framing
+            nonce = stored[page_start + 4 : page_start + 16]
+            add((decrypt, nonce, stored[page_start + 16 : at], aads_of(ordinal)[1], out[page_offset:offset]))
+            header_start = header_end
 
 
 OutputPiece = BytesPart | PagesPiece
@@ -132,92 +272,47 @@ _INDEX_LENGTHS = [length_id for _, length_id in INDEX_FIELD_IDS.values()]
 
 
 class PagesMemory:
-    """How much memory the pages of all chunks may take while a file is laid out; beyond that they are found again.
-
-    Attributes:
-        left_bytes: How much is left.
-    """
+    """How much memory the pages of all chunks may take during layout; beyond that, they are found again."""
 
     def __init__(self, left_bytes: int = 64 * 1024 * 1024) -> None:
         self.left_bytes = left_bytes
 
     def take(self, pages: ChunkPages) -> bool:
         """Take what these pages need; returns whether there was as much."""
-        needed = len(pages.headers) + 56 * pages.count + 1024
+        needed = len(pages.headers) + 72 * pages.count + 1024
         if needed > self.left_bytes:
             return False
         self.left_bytes -= needed
         return True
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ChunkRewrite:
-    """A column chunk, how it is read and how it is written.
+    """A column chunk as in the source's footer, which is not changed; how it is read, and how it is written.
 
-    Attributes:
-        chunk: As in the source's footer. Not changed.
-        metadata: Its full metadata. Not changed.
-        reader: Decrypts its modules; None for a plaintext chunk.
-        writer: Encrypts them; None for plaintext output.
-        chunk_changes: What changes in the chunk for the output, apart from how it is encrypted: field id -> new
-            value, or None if the field is removed.
-        metadata_changes: Likewise in its metadata.
-        places: What the metadata says of where the chunk lies; set by `in_order`.
-        source: Where its pages come from, when they are laid out.
-        start: Where its pages begin in the output, when they are laid out.
-        length: How many bytes they take there.
-        forgotten_length: How many bytes old writers left out of the sizes that the source states.
-        num_rows: Of its row group.
-        is_flat: Whether each of its values is a row.
-        dropped_indexes: Page indexes that are wrong and so are not in the output, and why.
+    `chunk_changes` are field id -> new value, or None to remove it, apart from how the chunk is encrypted;
+    likewise `metadata_changes`. Layout sets `places`, from its metadata; `start` and `length` in the output; and
+    `forgotten_length`, how many bytes old writers left out of the sizes that the source states. `dropped_indexes`
+    are page indexes that are wrong and so are not in the output, and why.
     """
 
-    __slots__ = (
-        "_pages",
-        "_region",
-        "chunk",
-        "chunk_changes",
-        "dropped_indexes",
-        "forgotten_length",
-        "is_flat",
-        "length",
-        "metadata",
-        "metadata_changes",
-        "num_rows",
-        "places",
-        "reader",
-        "source",
-        "start",
-        "writer",
-    )
-
-    places: ChunkPlaces
-    source: ByteSource
-    _region: Region
-
-    def __init__(
-        self,
-        chunk: ColumnChunk,
-        metadata: ColumnMetaData,
-        reader: ChunkCipher | None,
-        writer: ChunkCipher | None,
-        *,
-        num_rows: int = 0,
-        is_flat: bool = False,
-    ) -> None:
-        self.chunk = chunk
-        self.metadata = metadata
-        self.reader = reader
-        self.writer = writer
-        # Integers alone: Python's garbage collector does not look at such dictionaries, of which there are many.
-        self.chunk_changes: dict[int, int | None] = {}
-        self.metadata_changes: dict[int, int | None] = {}
-        self.start = 0
-        self.length = 0
-        self.forgotten_length = 0
-        self.num_rows = num_rows
-        self.is_flat = is_flat
-        self.dropped_indexes: tuple[str, ...] = ()
-        self._pages: ChunkPages | None = None
+    chunk: ColumnChunk
+    metadata: ColumnMetaData
+    reader: ChunkCipher | None
+    writer: ChunkCipher | None
+    num_rows: int = 0
+    is_flat: bool = False
+    # Integers alone: Python's garbage collector does not look at such dictionaries, of which there are many.
+    chunk_changes: dict[int, int | None] = field(default_factory=dict)
+    metadata_changes: dict[int, int | None] = field(default_factory=dict)
+    start: int = 0
+    length: int = 0
+    forgotten_length: int = 0
+    dropped_indexes: tuple[str, ...] = ()
+    places: ChunkPlaces = field(init=False)
+    source: ByteSource = field(init=False)
+    _region: Region = field(init=False)
+    _pages: ChunkPages | None = field(default=None, init=False)
 
     def new_metadata(self) -> bytes:
         """Return the bytes of its metadata in the output."""
@@ -228,15 +323,7 @@ class ChunkRewrite:
         return self.chunk.struct.changed_bytes({**_entries(self.chunk_changes, _INDEX_LENGTHS), **encryption})
 
     def lay_out(self, source: ByteSource, region: Region, offset: int, memory: PagesMemory) -> Part:
-        """Lay out one of the chunk's regions at `offset` of the output; pages come before their indexes.
-
-        A page index that is wrong gets no place in the output.
-
-        Raises:
-            ParquetFormatError: The region does not hold what it should.
-            DecryptionError: It does not authenticate.
-            FormatLimitError: The output would break a limit of the format.
-        """
+        """Lay out one of the chunk's regions at `offset` of the output; wrong page indexes get no place there."""
         if region[0] is _PAGES:
             return self._lay_out_pages(source, region, offset, memory)
         if region.kind is RegionKind.BLOOM_FILTER:
@@ -246,12 +333,6 @@ class ChunkRewrite:
                 self.metadata_changes[_BLOOM_FILTER_LENGTH] = part.length
             return part
         return self._lay_out_index(source, region, offset)
-
-    def place_index(self, kind: RegionKind, offset: int, length: int) -> None:
-        """Note where one of its indexes lies in the output."""
-        offset_id, length_id = INDEX_FIELD_IDS[kind]
-        self.chunk_changes[offset_id] = offset
-        self.chunk_changes[length_id] = length
 
     # --- Pages ---------------------------------------------------------------------------------------------
 
@@ -305,7 +386,7 @@ class ChunkRewrite:
             reader=self.reader,
             writer=self.writer,
             expects_dictionary_page=bool(self.places.dictionary_page_offset),
-            keeps_values=any(map(self.chunk.struct.has, _INDEX_OFFSETS)),
+            keeps_data_pages=any(map(self.chunk.struct.has, _INDEX_OFFSETS)),
         )
 
     def _move(self, pages: ChunkPages, region: Region, offset: int) -> None:
@@ -345,16 +426,15 @@ class ChunkRewrite:
         module_type = ModuleType.OFFSET_INDEX if is_offset_index else ModuleType.COLUMN_INDEX
         plaintext = self._plaintext(source, region.offset, region.length, module_type)
         pages = self._found_pages()
-        data_pages = _data_pages(pages)
         if is_offset_index:
-            flaws, _ = checked_offset_index(plaintext, data_pages, self.num_rows, is_flat=self.is_flat)
+            flaws, _ = checked_offset_index(plaintext, pages.data_pages, self.num_rows, is_flat=self.is_flat)
         else:
-            flaws, _ = checked_column_index(plaintext, data_pages)
+            flaws, _ = checked_column_index(plaintext, pages.data_pages)
         if flaws:
             self.dropped_indexes += (f"the {module_type.title} at byte {region.offset}: {flaws[0][1]}",)
             for field_id in INDEX_FIELD_IDS[region.kind]:
                 self.chunk_changes[field_id] = None
-            return BytesPart(0, lambda: b"")
+            return bytes_part(b"")
         if is_offset_index:
             lengths = output_lengths(pages, self.reader, self.writer)
             starts = accumulate(lengths, initial=self.start)
@@ -363,7 +443,8 @@ class ChunkRewrite:
             part = self._encrypted(len(moved), lambda: moved, module_type)
         else:
             part = self._copied(source, region.offset, region.length, module_type)
-        self.place_index(region.kind, offset, part.length)
+        offset_id, length_id = INDEX_FIELD_IDS[region.kind]
+        self.chunk_changes[offset_id], self.chunk_changes[length_id] = offset, part.length
         return part
 
     def _plaintext(
@@ -376,13 +457,10 @@ class ChunkRewrite:
         """Return the part for something that is one module where it is encrypted."""
         plaintext_length = length if self.reader is None else length - GCM_FRAMING
         if plaintext_length < 0:
-            raise self._too_short(module_type, length)
+            assert self.reader is not None
+            raise self.reader.place(module_type).error(f"a module of {length} bytes is too short.")
         make = partial(self._plaintext, source, offset, length, module_type)
         return self._encrypted(plaintext_length, make, module_type)
-
-    def _too_short(self, module_type: ModuleType, length: int) -> Exception:
-        assert self.reader is not None
-        return self.reader.place(module_type).error(f"a module of {length} bytes is too short.")
 
     def _encrypted(
         self, plaintext_length: int, make: Callable[[], bytes | memoryview], module_type: ModuleType
@@ -437,20 +515,6 @@ def _entries(changes: Mapping[int, int | None], lengths: Sequence[int]) -> dict[
     }
 
 
-def _data_pages(pages: ChunkPages) -> DataPages:
-    """Return the pages of a walk that kept numbers of values, without dictionary and index pages."""
-    found = DataPages()
-    assert pages.values is not None
-    for offset, values, (header_length, page_length, *_) in zip(
-        source_offsets(pages), pages.values, pages.each(0, pages.count), strict=True
-    ):
-        if values != NOT_DATA:
-            found.offsets.append(offset)
-            found.lengths.append(header_length + page_length)
-            found.values.append(values)
-    return found
-
-
 # --- Writing, by several threads if the sink takes any order ---
 
 Part = BytesPart | ChunkRewrite
@@ -468,19 +532,7 @@ def write_parts(
     threads: int = 2,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Make all parts and write them one after another.
-
-    Args:
-        parts: In the order in which they lie in the file.
-        sink: Where they go; its space is reserved.
-        offset: Where the first one lies.
-        threads: How many threads work; the calling one is among them.
-        on_progress: Called with the number of bytes after each write, by any of the threads.
-
-    Raises:
-        KeytoolsError: A part cannot be made. What was written so far is worth nothing then.
-        OSError: The sink cannot be written.
-    """
+    """Make all parts and write them one after another, by several threads where the sink takes any order."""
 
     def write(batches: Iterator[Batch]) -> None:
         buffer = bytearray()
@@ -518,7 +570,6 @@ def _batches(parts: Iterable[Part], offset: int) -> Iterator[Batch]:
 
 # --- A file ---
 
-_INDEXES = (RegionKind.COLUMN_INDEX, RegionKind.OFFSET_INDEX)
 _MOST_NAMED = 3
 
 RowGroupRewrite = tuple[RowGroup, Sequence[ChunkRewrite]]
@@ -528,90 +579,73 @@ RowGroupRewrite = tuple[RowGroup, Sequence[ChunkRewrite]]
 def rewrite_file(
     source: ByteSource,
     sink: ByteSink,
+    footer: Footer,
     row_groups: Sequence[RowGroupRewrite],
     *,
-    footer_offset: int,
-    created_by: str | None,
     magic: bytes,
     make_footer: Callable[[], bytes],
     threads: int,
     on_progress: Callable[[int], None] | None,
 ) -> None:
-    """Write a file with the chunks given.
+    """Write a file with the chunks given, and the footer that is made when all of them are laid out.
 
     The layout of the whole output is made first: all limits are checked and all that the footer says is known
     before the first byte is written.
-
-    Args:
-        source: The source.
-        sink: Where the output goes.
-        row_groups: What goes into it.
-        footer_offset: Where the source's footer begins.
-        created_by: The source's writer.
-        magic: Begins and ends the output.
-        make_footer: Makes the output's footer, with what follows it up to the footer's length, when all chunks are
-            laid out.
-        threads: How many threads work.
-        on_progress: Called with the number of bytes after each write.
-
-    Raises:
-        KeytoolsError: The source is not what it should be, or the output would break a limit.
-        OSError: The sink cannot be written.
     """
-    parts: list[Part] = [BytesPart(MAGIC_LENGTH, lambda: magic)]
-    offset = MAGIC_LENGTH
-    memory = PagesMemory()
-    regions = in_order(source, row_groups, footer_offset, created_by)
-    read_ahead = ReadAhead(source, regions)
-    for region in regions:
-        try:
-            part = chunk_of(region, row_groups).lay_out(read_ahead, region, offset, memory)
-        except ParquetFormatError as error:
-            raise _with_path(error, source.path) from None
-        parts.append(part)
-        offset += part.length
-    warn_of_dropped_indexes(source.path, row_groups)
-    footer = make_footer()
-    trailer = with_trailer(footer, magic)
-    parts.append(BytesPart(len(trailer), lambda: trailer))
-    sink.reserve(offset + len(trailer))
+    parts: list[Part] = [bytes_part(magic)]
+    parts += [part for _, _, part in laid_out(source, footer, row_groups, MAGIC_LENGTH)]
+    parts.append(bytes_part(with_trailer(make_footer(), magic)))
+    sink.reserve(sum([part.length for part in parts]))
     write_parts(parts, sink, threads=threads, on_progress=on_progress)
 
 
-def in_order(
-    source: ByteSource, row_groups: Sequence[RowGroupRewrite], footer_offset: int, created_by: str | None
-) -> list[Region]:
+def laid_out(
+    source: ByteSource,
+    footer: Footer,
+    row_groups: Sequence[RowGroupRewrite],
+    offset: int,
+    kept: Collection[RegionKind] = (),
+) -> Iterator[tuple[Region, ChunkRewrite, Part]]:
+    """Lay out all chunks from `offset` on, apart from kinds of regions that are kept for another place."""
+    memory = PagesMemory()
+    with naming_file(source.path):
+        regions = in_order(row_groups, footer.envelope.footer_offset, footer.metadata.created_by)
+        read_ahead = ReadAhead(source, regions)
+        for region in regions:
+            chunk = _chunk_of(region, row_groups)
+            part = chunk.lay_out(read_ahead, region, offset, memory)
+            if not kept or region[0] not in kept:
+                offset += part.length
+            yield region, chunk, part
+    _warn_of_dropped_indexes(source.path, row_groups)
+
+
+def in_order(row_groups: Sequence[RowGroupRewrite], footer_offset: int, created_by: str | None) -> list[Region]:
     """Return all regions in the order of the source, but page indexes after the pages that they are about."""
     regions: list[Region] = []
-    try:
-        for row_group_ordinal, (_, row_group_chunks) in enumerate(row_groups):
-            for column_ordinal, chunk in enumerate(row_group_chunks):
-                chunk.places = ChunkPlaces.of(chunk.metadata)
-                regions += regions_of(chunk.chunk, chunk.metadata, row_group_ordinal, column_ordinal, chunk.places)
-        ordered = arranged(regions, footer_offset, created_by)
-    except ParquetFormatError as error:
-        raise _with_path(error, source.path) from None
+    for row_group_ordinal, (_, row_group_chunks) in enumerate(row_groups):
+        for column_ordinal, chunk in enumerate(row_group_chunks):
+            chunk.places = ChunkPlaces.of(chunk.metadata)
+            regions += regions_of(chunk.chunk, chunk.metadata, row_group_ordinal, column_ordinal, chunk.places)
     early: list[Region] = []
-    laid_out: set[ChunkRewrite] = set()
+    pages_found: set[ChunkRewrite] = set()
     result: list[Region] = []
-    for region in ordered:
-        chunk = chunk_of(region, row_groups)
-        kind = region[0]
+    for region in arranged(regions, footer_offset, created_by):
+        kind, chunk = region[0], _chunk_of(region, row_groups)
         if kind is _PAGES:
-            laid_out.add(chunk)
-        elif kind in _INDEXES and chunk not in laid_out:
+            pages_found.add(chunk)
+        elif kind in INDEX_FIELD_IDS and chunk not in pages_found:
             early.append(region)
             continue
         result.append(region)
     return result + early
 
 
-def chunk_of(region: Region, row_groups: Sequence[RowGroupRewrite]) -> ChunkRewrite:
-    """Return the chunk of a region."""
+def _chunk_of(region: Region, row_groups: Sequence[RowGroupRewrite]) -> ChunkRewrite:
     return row_groups[region[1]][1][region[2]]
 
 
-def warn_of_dropped_indexes(path: str, row_groups: Sequence[RowGroupRewrite]) -> None:
+def _warn_of_dropped_indexes(path: str, row_groups: Sequence[RowGroupRewrite]) -> None:
     """Warn once for a file that wrong page indexes are not in the output: readers find values without them."""
     dropped = [text for _, chunks in row_groups for chunk in chunks for text in chunk.dropped_indexes]
     if dropped:
@@ -625,16 +659,9 @@ def warn_of_dropped_indexes(path: str, row_groups: Sequence[RowGroupRewrite]) ->
 def new_row_group(
     ordinal: int, row_group: RowGroup, chunks: Sequence[ChunkRewrite], columns: list[bytes | Struct]
 ) -> RowGroup:
-    """Return a row group for the output; readers split files by the offsets and sizes that it states.
-
-    Args:
-        ordinal: Its ordinal.
-        row_group: That of the source.
-        chunks: Its chunks, laid out.
-        columns: What the output's footer has of them, as bytes or structs.
-    """
+    """Return a row group for the output; readers split files by the offsets and sizes that it states."""
     new = row_group.shallow_copy()
-    set_columns(new, columns)
+    new.struct.set_entry(RowGroup.columns.field_id, (WireType.LIST, ThriftList(WireType.STRUCT, columns)))
     if chunks:
         new.file_offset = min([chunk.start for chunk in chunks])
     new.total_compressed_size = sum([chunk.length for chunk in chunks])
@@ -645,16 +672,6 @@ def new_row_group(
     return new
 
 
-def set_columns(row_group: RowGroup, columns: list[bytes | Struct]) -> None:
-    """Set the chunks of a row group that is written only."""
-    entry = (WireType.LIST, ThriftList(WireType.STRUCT, columns))
-    row_group.struct.set_entry(RowGroup.columns.field_id, entry)
-
-
-def _with_path(error: ParquetFormatError, path: str) -> ParquetFormatError:
-    return error if error.path is not None else type(error)(str(error), path=path)
-
-
 _SMALL = 64 * 1024
 """Longer regions are read as they are asked for."""
 
@@ -663,14 +680,7 @@ _READ_LENGTH = 256 * 1024
 
 
 class ReadAhead:
-    """A source that reads small regions ahead, as far as they follow one another; for any number of threads.
-
-    No byte outside of the regions is read for it.
-
-    Args:
-        source: The file.
-        regions: What will be read of it, by offset.
-    """
+    """A source that reads small regions ahead, and no byte outside of the regions; for any number of threads."""
 
     def __init__(self, source: ByteSource, regions: Iterable[Region]) -> None:
         self.path = source.path
@@ -689,11 +699,7 @@ class ReadAhead:
                 self._ends.append(region.limit)
 
     def read_at(self, offset: int, length: int) -> bytes | memoryview:
-        """Return exactly `length` bytes from `offset`.
-
-        Raises:
-            ParquetFormatError: The file ends before.
-        """
+        """Return exactly `length` bytes from `offset`."""
         start, data = getattr(self._held, "window", _NOTHING)
         position = offset - start
         if 0 <= position <= len(data) - length:

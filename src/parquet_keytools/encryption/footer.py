@@ -1,13 +1,8 @@
 """Footers of encrypted files: decrypted, or their signature verified (spec 5.3 to 5.5).
 
-Reading takes three steps, so that the caller can ask its KMS for many keys at once:
-
-1. `read_envelope` needs no key. It says which key the footer needs; nothing that it says is authenticated.
-2. `FooterEnvelope.open` takes the footer's DEK and authenticates the footer. The `Footer` says how each column is
-   encrypted and which keys are needed for that.
-3. `Footer.column_metadata` takes the DEKs of columns and decrypts the metadata of their chunks.
-
-`read_footer` does the first two with a `KeyRetriever`.
+Reading takes three steps, so that the caller can ask its KMS for many keys at once: `read_envelope` needs no key,
+and says which key the footer needs; `FooterEnvelope.open` authenticates the footer, which says the keys of
+columns; `Footer.chunk_metadata` decrypts the metadata of chunks. `read_footer` does the first two.
 """
 
 from __future__ import annotations
@@ -60,19 +55,7 @@ class FooterEnvelope(Envelope):
     """An envelope whose footer can be opened."""
 
     def file_aads(self, aad_prefix: AadPrefix = None) -> tuple[bytes, ...]:
-        """Return AAD prefix and file unique, which begin the AAD of every module (spec 4.4).
-
-        Args:
-            aad_prefix: The prefix that the caller expects, or None to take what the file stores.
-
-        Returns:
-            What they may be, the likeliest first; more than one only where the prefix is not stored.
-
-        Raises:
-            AadPrefixError: One is needed and not given, or the file has another one, or none; or one is expected
-                and the file unique may hold a part of it.
-            ParquetFormatError: The file has no file unique.
-        """
+        """Return AAD prefix and file unique, which begin every AAD (spec 4.4); see `aad_prefixes`."""
         prefixes = aad_prefixes(
             aad_prefix,
             self.aad_prefix,
@@ -83,22 +66,11 @@ class FooterEnvelope(Envelope):
         return tuple(prefix + (self.aad_file_unique or b"") for prefix in prefixes)
 
     def open(self, dek: SecretBytes | None, aad_prefix: AadPrefix = None, *, checks_chunks: bool = True) -> Footer:
-        """Authenticate the footer.
+        """Authenticate the footer, with its DEK where the file is encrypted; only then what it says is built.
 
-        Args:
-            dek: The footer's DEK; None for a file that is not encrypted only.
-            aad_prefix: The prefix that the caller expects, or None to take what the file stores.
-            checks_chunks: Whether to check that each column is encrypted alike in all row groups. Otherwise
-                `Footer.chunk_metadata` checks each chunk.
-
-        Only then what it says is built, which takes many times its length in memory.
-
-        Raises:
-            KeyNotAvailableError: The file is encrypted and no DEK is given.
-            DecryptionError: The footer does not authenticate.
-            FooterSignatureError: The signature of a plaintext footer is missing or wrong.
-            AadPrefixError: See `file_aads`.
-            ParquetFormatError: The authentic footer is not what the format says.
+        Without `checks_chunks`, `Footer.chunk_metadata` checks that each column is encrypted alike in all row
+        groups. Raises `KeyNotAvailableError`, `DecryptionError`, `FooterSignatureError`, `AadPrefixError`, or
+        `ParquetFormatError`.
         """
         footer = self._opened(dek, aad_prefix)
         if checks_chunks:
@@ -109,48 +81,38 @@ class FooterEnvelope(Envelope):
 
     def _opened(self, dek: SecretBytes | None, aad_prefix: AadPrefix) -> Footer:
         if self.mode is FooterMode.UNENCRYPTED:
-            return self._footer_of(self.body, None, b"", unauthenticated_limit(len(self.body)))
+            return self._footer_of(self.body, None, unauthenticated_limit(len(self.body)))
         if dek is None:
             raise KeyNotAvailableError(f"{self.path}: the footer is encrypted or signed, and no key is given.")
-        file_aad, *others = self.file_aads(aad_prefix)
+        cipher, *others = [ModuleCipher(dek, file_aad) for file_aad in self.file_aads(aad_prefix)]
         try:
-            return self._open(dek, file_aad)
+            return self._footer_of(self._authentic(cipher), cipher)
         except DecryptionError:
             for other in others:
                 # A wrong AAD and a wrong key look alike; the first error is as good as any.
                 with contextlib.suppress(DecryptionError):
-                    return self._open(dek, other)
+                    return self._footer_of(self._authentic(other), other)
             raise
 
-    def _open(self, dek: SecretBytes, file_aad: bytes) -> Footer:
-        cipher = ModuleCipher(dek, file_aad)
+    def _authentic(self, cipher: ModuleCipher) -> bytes | memoryview:
         if self.mode is FooterMode.PLAINTEXT_FOOTER:
             self._verify(cipher)
-            return self._footer_of(self.body, cipher, file_aad)
-        return self._footer_of(cipher.decrypt(self.body, FOOTER_PLACE), cipher, file_aad)
+            return self.body
+        return cipher.decrypt(self.body, FOOTER_PLACE)
 
     def is_sealed_by(self, cipher: ModuleCipher) -> bool:
         """Return whether the footer authenticates with the cipher of a footer that was opened before."""
         try:
-            if self.mode is FooterMode.PLAINTEXT_FOOTER:
-                self._verify(cipher)
-            else:
-                cipher.decrypt(self.body, FOOTER_PLACE)
+            self._authentic(cipher)
         except DecryptionError:
             return False
         return True
 
     def unverified_footer(self) -> Footer | None:
-        """Return what a plaintext footer shows without a key; None where the footer is encrypted.
-
-        To show to people only: anyone can have written it.
-
-        Raises:
-            ParquetFormatError: It is not what the format says, or takes far more memory than an honest one.
-        """
+        """Return a plaintext footer without a key, to show to people only; None where it is encrypted."""
         if self.mode is FooterMode.ENCRYPTED_FOOTER:
             return None
-        return self._footer_of(self.body, None, b"", unauthenticated_limit(len(self.body)))
+        return self._footer_of(self.body, None, unauthenticated_limit(len(self.body)))
 
     def _verify(self, cipher: ModuleCipher) -> None:
         if len(self.signature) != SIGNATURE_LENGTH:
@@ -170,39 +132,29 @@ class FooterEnvelope(Envelope):
             )
 
     def _footer_of(
-        self, data: bytes | memoryview, cipher: ModuleCipher | None, file_aad: bytes, max_memory: int | None = None
+        self, data: bytes | memoryview, cipher: ModuleCipher | None, max_memory: int | None = None
     ) -> Footer:
         with naming_file(self.path):
             metadata, _ = FileMetaData.read(data, max_memory=max_memory)
-        return self.with_metadata(metadata, cipher, file_aad)
+        return self.with_metadata(metadata, cipher)
 
-    def with_metadata(self, metadata: FileMetaData, cipher: ModuleCipher | None, file_aad: bytes) -> Footer:
-        """Return the footer that was read, and is authentic if the file is encrypted.
-
-        Raises:
-            ParquetFormatError: It is not what the format says.
-        """
+    def with_metadata(self, metadata: FileMetaData, cipher: ModuleCipher | None = None) -> Footer:
+        """Return the footer that was read, and is authentic if the file is encrypted."""
         with naming_file(self.path):
             row_groups = metadata.row_groups
             chunks = [row_group.columns for row_group in row_groups]
             leaves = leaves_of(metadata)
             columns = columns_of(leaves, row_groups, chunks, self.mode is not FooterMode.UNENCRYPTED)
-        return Footer(self, metadata, row_groups, chunks, leaves, columns, file_aad, cipher)
+        return Footer(self, metadata, row_groups, chunks, leaves, columns, cipher)
 
 
 @dataclass(frozen=True)
 class Footer:
     """A footer whose signature was verified, or which was decrypted, or of a file that is not encrypted.
 
-    Attributes:
-        envelope: What came before it. By opening the footer its AAD fields are authenticated, and with a plaintext
-            footer all of it.
-        metadata: The footer itself. Share it read-only.
-        row_groups: Those of `metadata`.
-        chunks: The column chunks: `chunks[row group ordinal][column ordinal]`.
-        leaves: The leaf columns of the schema.
-        columns: The same, and how each is encrypted in the first row group.
-        file_aad: AAD prefix and file unique; empty in a file that is not encrypted.
+    By opening it, the AAD fields of its envelope were authenticated, and with a plaintext footer all of it.
+    Metadata is shared read-only; chunks are `chunks[row group ordinal][column ordinal]`. The columns are the
+    leaves, and how each is encrypted in the first row group.
     """
 
     envelope: FooterEnvelope
@@ -211,7 +163,6 @@ class Footer:
     chunks: Sequence[Sequence[ColumnChunk]] = field(repr=False)
     leaves: tuple[LeafColumn, ...] = field(repr=False)
     columns: tuple[FooterColumn, ...]
-    file_aad: bytes
     cipher: ModuleCipher | None = field(repr=False)
     """Under the footer's DEK; None in a file that is not encrypted, and in an unverified footer."""
     crypto_metadata: dict[int, object] = field(default_factory=dict, repr=False)
@@ -225,6 +176,11 @@ class Footer:
         return frozenset(
             column.path for column in self.columns if column.encryption is not ColumnEncryption.PLAINTEXT
         )
+
+    @property
+    def file_aad(self) -> bytes:
+        """AAD prefix and file unique; empty in a file that is not encrypted."""
+        return b"" if self.cipher is None else self.cipher.file_aad
 
     @property
     def path(self) -> str:
@@ -252,15 +208,7 @@ class Footer:
         return self.envelope.key_metadata
 
     def cipher_of(self, column: FooterColumn, dek: SecretBytes | None) -> ModuleCipher | None:
-        """Return the cipher of a column's modules; None for a plaintext column.
-
-        Args:
-            column: One of `columns`.
-            dek: Its own DEK; only looked at where it has a column key.
-
-        Raises:
-            KeyNotAvailableError: No DEK is given where one is needed.
-        """
+        """Return the cipher of a column's modules; None for a plaintext column. Only column keys need the DEK."""
         if column.encryption is ColumnEncryption.PLAINTEXT:
             return None
         if column.encryption is ColumnEncryption.FOOTER_KEY and self.cipher is not None:
@@ -272,19 +220,7 @@ class Footer:
     def column_metadata(
         self, deks: Mapping[tuple[str, ...], SecretBytes]
     ) -> dict[tuple[int, int], ColumnMetaData]:
-        """Decrypt and parse the metadata of all chunks of the columns whose key is there.
-
-        Args:
-            deks: DEKs of columns with a column key, by path. Columns whose DEK is missing are left out.
-
-        Returns:
-            (row group ordinal, column ordinal) -> metadata, also of plaintext columns and those with the
-            footer key.
-
-        Raises:
-            DecryptionError: The metadata of a chunk does not authenticate.
-            ParquetFormatError: It is not what the format says.
-        """
+        """Return (row group ordinal, column ordinal) -> decrypted metadata of the columns whose key is there."""
         result: dict[tuple[int, int], ColumnMetaData] = {}
         for column in self.columns:
             dek = deks.get(column.path)
@@ -297,23 +233,14 @@ class Footer:
         return result
 
     def check_column(self, column: FooterColumn, dek: SecretBytes | None) -> None:
-        """Check that the metadata of all chunks of a column is authentic and its own; see `chunk_metadata`.
-
-        Args:
-            column: One of `columns`.
-            dek: Its own DEK; only looked at where it has a column key.
-        """
+        """Check that the metadata of all chunks of a column is authentic and its own; see `chunk_metadata`."""
         cipher = self.cipher_of(column, dek)
         for row_group_ordinal in range(len(self.row_groups)):
             metadata = self.chunk_metadata(row_group_ordinal, column, cipher)
             self.checked_metadata[row_group_ordinal, column.ordinal] = metadata
 
     def check_chunk(self, row_group_ordinal: int, column: FooterColumn) -> ColumnChunk:
-        """Return a chunk of a column that is encrypted as in the first row group.
-
-        Raises:
-            ParquetFormatError: It is not.
-        """
+        """Return a chunk; raise `ParquetFormatError` if it is encrypted unlike the first one of its column."""
         ordinal = column.ordinal
         chunk = self.chunks[row_group_ordinal][ordinal]
         if row_group_ordinal:
@@ -329,12 +256,7 @@ class Footer:
     def chunk_metadata(
         self, row_group_ordinal: int, column: FooterColumn, cipher: ModuleCipher | None
     ) -> ColumnMetaData:
-        """Return the full metadata of one chunk, decrypted with its column's cipher where it is encrypted.
-
-        Raises:
-            DecryptionError: It does not authenticate.
-            ParquetFormatError: It is missing, or not what the format says, or belongs to another column.
-        """
+        """Return the full metadata of one chunk; it is authentic, and belongs to its column."""
         checked = self.checked_metadata.pop((row_group_ordinal, column.ordinal), None)
         if checked is not None:
             return checked
@@ -370,28 +292,14 @@ _PLAINTEXT, _COLUMN_META_DATA = ColumnEncryption.PLAINTEXT, ModuleType.COLUMN_ME
 
 
 def read_envelope(source: ByteSource, *, reads_head: bool = True) -> FooterEnvelope:
-    """Read the footer of a file as far as it can be read without a key; arguments as of `read_footer_bytes`.
-
-    Raises:
-        ParquetFormatError: It is not a Parquet file, or its footer is not what the format says.
-        DraftFormatError: It follows a draft of the encryption specification.
-    """
+    """Read the footer of a file as far as it can be read without a key; arguments as of `read_footer_bytes`."""
     footer = read_footer_bytes(source, reads_head=reads_head)
     with naming_file(source.path):
         return FooterEnvelope.of(footer, source.path)
 
 
 def read_footer(source: ByteSource, retriever: KeyRetriever | None, aad_prefix: AadPrefix = None) -> Footer:
-    """Read and authenticate the footer of a file.
-
-    Args:
-        source: The file.
-        retriever: Where the footer's DEK comes from; None for files that are not encrypted only.
-        aad_prefix: The prefix that the caller expects, or None to take what the file stores.
-
-    Raises:
-        KeytoolsError: As `read_envelope`, `FooterEnvelope.open`, and what the retriever raises.
-    """
+    """Read and authenticate the footer of a file; no retriever for files that are not encrypted."""
     envelope = read_envelope(source)
     if envelope.mode is FooterMode.UNENCRYPTED or retriever is None:
         return envelope.open(None, aad_prefix)

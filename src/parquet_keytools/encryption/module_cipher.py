@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
 from collections.abc import Callable
 
 from cryptography.exceptions import InvalidTag
@@ -19,7 +18,6 @@ from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_ORDINAL, ModulePla
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import FormatLimitError
 from parquet_keytools.format.file_layout import Bytes
-from parquet_keytools.runtime.operating_system import register_at_fork
 from parquet_keytools.secret_bytes import SecretBytes
 
 __all__ = ["KEY_LENGTHS_BITS", "NONCE_LENGTH", "TAG_LENGTH", "AesCtr", "AesGcm", "InvalidTag"]
@@ -49,15 +47,7 @@ def _copied_into(cipher: Callable[[Bytes, Bytes, Bytes], bytes]) -> Callable[[By
 
 
 class AesGcm:
-    """AES-GCM under one key, for any number of threads (NIST SP 800-38D, spec 4.1.1).
-
-    Attributes:
-        encrypt: `(nonce, plaintext, aad)`; returns the ciphertext and the tag.
-        decrypt: `(nonce, ciphertext and tag, aad)`; returns the plaintext. Raises `InvalidTag`.
-        encrypt_into: `(nonce, plaintext, aad, out)`; `out` has the length of the plaintext and of the tag.
-        decrypt_into: `(nonce, ciphertext and tag, aad, out)`; `out` has the length of the plaintext. Raises
-            `InvalidTag`, and `out` is worth nothing then.
-    """
+    """AES-GCM under one key, for any number of threads (NIST SP 800-38D, spec 4.1.1); the tag ends ciphertexts."""
 
     __slots__ = ("decrypt", "decrypt_into", "encrypt", "encrypt_into")
 
@@ -86,10 +76,7 @@ class AesGcm:
 
 
 class AesCtr:
-    """AES-CTR under one key, for one thread (NIST SP 800-38A, spec 4.1.2).
-
-    The initial counter block is the nonce and then 31 bits of 0 and one of 1. Decrypting is encrypting.
-    """
+    """AES-CTR under one key, for one thread (NIST SP 800-38A, spec 4.1.2); decrypting is encrypting."""
 
     __slots__ = ("_context",)
 
@@ -132,56 +119,9 @@ _PARQUET_JAVA_HINT = (
 _pack_length = struct.Struct("<I").pack
 _read_length = struct.Struct("<I").unpack_from
 
-_MOST_NONCES = 1_024
-
-
-class _Nonces:
-    """Nonces, taken from the system many at once: a call for each takes longer than a small page.
-
-    They are random, so that it does not matter which key takes which.
-    """
-
-    __slots__ = ("_lock", "_next", "_position", "_taken")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 16
-        self._position = 0
-        self._taken = b""
-
-    def take(self, count: int) -> bytes:
-        """Return the bytes of nonces that nobody else gets."""
-        with self._lock:
-            start = self._position
-            end = self._position = start + NONCE_LENGTH * count
-            if end > len(self._taken):
-                self._taken = os.urandom(NONCE_LENGTH * (count + self._next))
-                self._next = min(2 * self._next, _MOST_NONCES)
-                start, end = 0, NONCE_LENGTH * count
-                self._position = end
-            return self._taken[start:end]
-
-
-_nonces = _Nonces()
-
-
-def _begin_anew() -> None:
-    # What was left, the parent uses too, and the lock may be shut. A child has one thread here: of several that
-    # began anew only when they take nonces, two could take the same.
-    global _nonces
-    _nonces = _Nonces()
-
-
-register_at_fork(after_in_child=_begin_anew)
-
 
 class ModuleCipher:
-    """Encrypts and decrypts the modules of one file under one DEK, and counts how many it encrypts.
-
-    Attributes:
-        file_aad: AAD prefix, if any, and then the file unique.
-        gcm: The cipher itself, for those who encipher many pages; `reserve` first.
-    """
+    """Encrypts and decrypts the modules of one file under one DEK, and counts how many it encrypts."""
 
     def __init__(self, dek: SecretBytes, file_aad: bytes, *, invocation_limit: int = MAX_INVOCATIONS) -> None:
         self._dek = dek
@@ -190,30 +130,18 @@ class ModuleCipher:
         self._invocation_limit = min(invocation_limit, MAX_INVOCATIONS)
         self._invocations = 0
 
-    def nonces(self, count: int) -> bytes:
-        """Return the bytes of fresh nonces; for any number of threads."""
-        return _nonces.take(count)
-
     def ctr(self) -> AesCtr:
         """Return AES-CTR under the same key, for the thread that asks."""
         return AesCtr(self._dek)
 
     def signed(self, footer: bytes) -> bytes:
-        """Return a serialised plaintext footer with its signature: a fresh nonce, and the tag (spec 5.5).
-
-        Raises:
-            FormatLimitError: The key has encrypted as much as it may.
-        """
+        """Return a serialised plaintext footer with its signature: a fresh nonce, and the tag (spec 5.5)."""
         self.reserve(1)
-        nonce = _nonces.take(1)
+        nonce = os.urandom(NONCE_LENGTH)
         return b"".join((footer, nonce, self.gcm.tag(nonce, footer, FOOTER_PLACE.aad(self.file_aad))))
 
     def reserve(self, invocations: int) -> None:
-        """Count modules that are going to be encrypted with this key.
-
-        Raises:
-            FormatLimitError: They would be more than one key may encrypt (spec 4.1.4).
-        """
+        """Count modules to be encrypted; raise `FormatLimitError` beyond what a key may encrypt (spec 4.1.4)."""
         if self._invocations + invocations > self._invocation_limit:
             raise FormatLimitError(
                 f"one key would encrypt {self._invocations + invocations} modules of a file, and no key may "
@@ -223,34 +151,21 @@ class ModuleCipher:
         self._invocations += invocations
 
     def encrypt(self, plaintext: Bytes, place: ModulePlace) -> bytes:
-        """Return the module of a plaintext, with AES-GCM and a fresh nonce.
-
-        Raises:
-            FormatLimitError: The key has encrypted as much as it may, the module is too long, or an ordinal
-                too large.
-        """
+        """Return the module of a plaintext, with AES-GCM and a fresh nonce."""
         self.reserve(1)
-        return self.encrypt_reserved(plaintext, place)
-
-    def encrypt_reserved(self, plaintext: Bytes, place: ModulePlace) -> bytes:
-        """Do the same for a module that `reserve` has counted already."""
         return self.module(plaintext, place.aad(self.file_aad), place.module_type)
 
     def module(self, plaintext: Bytes, aad: bytes, module_type: ModuleType) -> bytes:
-        """Do the same where the AAD is at hand."""
+        """Return the module of a plaintext that `reserve` has counted."""
         length = len(plaintext) + _COVERED_FRAMING
         if length > MAX_MODULE_LENGTH:
             length += LENGTH_LENGTH
             raise FormatLimitError(f"{module_type.title}: {length} bytes are too long for a module.")
-        nonce = _nonces.take(1)
+        nonce = os.urandom(NONCE_LENGTH)
         return b"".join((_pack_length(length), nonce, self.gcm.encrypt(nonce, plaintext, aad)))
 
     def decrypt(self, module: Bytes, place: ModulePlace) -> bytes:
-        """Return the plaintext of a module that fills its container exactly.
-
-        Raises:
-            DecryptionError: The length field does not fit the container, or the module is not authentic.
-        """
+        """Return the plaintext of a module that fills its container exactly."""
         length = len(module)
         if length < GCM_FRAMING:
             raise place.error(f"a module of {length} bytes is too short.")
@@ -264,16 +179,7 @@ class ModuleCipher:
 
 
 def check_length_field(module: Bytes, length: int, place: ModulePlace) -> None:
-    """Check that the length field of a module says what its container says.
-
-    Args:
-        module: The module; four bytes at least.
-        length: Length of the whole module, its length field included.
-        place: For the error.
-
-    Raises:
-        DecryptionError: It does not.
-    """
+    """Raise `DecryptionError` unless the length field of a module says what its container says."""
     (stored,) = _read_length(module)
     if stored != length - LENGTH_LENGTH:
         raise place.error(
@@ -297,15 +203,7 @@ _CTR = Algorithm.AES_GCM_CTR_V1
 
 
 class ChunkCipher:
-    """Encrypts or decrypts the modules of one column chunk.
-
-    Attributes:
-        cipher: Under the column's DEK.
-        row_group_ordinal: Of its row group.
-        column_ordinal: Of its column.
-        page_framing: How many bytes longer a page is than its plaintext.
-        pages_are_gcm: Whether pages are encrypted with AES-GCM; else with AES-CTR (spec 4.2).
-    """
+    """Encrypts or decrypts the modules of one column chunk."""
 
     __slots__ = (
         "_header_aad",
@@ -350,11 +248,7 @@ class ChunkCipher:
         return self.place(ModuleType.DATA_PAGE, page_ordinal)
 
     def page_aads(self, page_ordinal: int) -> tuple[bytes, bytes]:
-        """Return the AADs of a page's header and of the page, without building places for them.
-
-        Args:
-            page_ordinal: Up to `MAX_ORDINAL`; whoever walks over pages counts them.
-        """
+        """Return the AADs of a page's header and of the page; the ordinal is at most `MAX_ORDINAL`."""
         if page_ordinal == NO_PAGE_ORDINAL:
             file_aad, ordinals = self.cipher.file_aad, self._ordinals
             return file_aad + _DICTIONARY_HEADER + ordinals, file_aad + _DICTIONARY + ordinals
@@ -362,10 +256,7 @@ class ChunkCipher:
         return self._header_aad + ordinal, self._page_aad + ordinal
 
     def pages_into(self, *, encrypt: bool) -> Callable[[Bytes, Bytes, Bytes, Bytes], object]:
-        """Return what enciphers pages, for the thread that asks: `(nonce, input, aad, output)`.
-
-        With AES-GCM input or output end with the tag; decrypting raises `InvalidTag`.
-        """
+        """Return what enciphers pages, for the thread that asks: `(nonce, input, aad, output)`, with the tag."""
         if not self.pages_are_gcm:
             return self.cipher.ctr().apply_into
         gcm = self.cipher.gcm
@@ -373,12 +264,9 @@ class ChunkCipher:
 
     def encrypt_reserved(self, plaintext: bytes | memoryview, module_type: ModuleType) -> bytes:
         """Return the module of a plaintext that is not a page; its invocation is reserved."""
-        return self.cipher.module(plaintext, self._aad(module_type), module_type)
+        aad = self.cipher.file_aad + _TYPE_BYTES[module_type] + self._ordinals
+        return self.cipher.module(plaintext, aad, module_type)
 
     def decrypt(self, module: bytes | memoryview, module_type: ModuleType) -> bytes:
         """Return the plaintext of a module that is not a page."""
         return self.cipher.decrypt(module, self.place(module_type))
-
-    def _aad(self, module_type: ModuleType) -> bytes:
-        """Return the AAD of a module that is not a page."""
-        return self.cipher.file_aad + _TYPE_BYTES[module_type] + self._ordinals

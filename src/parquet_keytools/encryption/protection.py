@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Protocol, Self
 
 from parquet_keytools.encryption.aad import MAX_COUNT
-from parquet_keytools.errors import DraftFormatError, KeytoolsError, ParquetFormatError
+from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.format.file_layout import (
     FooterBytes,
     LeafColumn,
@@ -56,14 +56,7 @@ class ColumnEncryption(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FooterColumn:
-    """A leaf column of a file.
-
-    Attributes:
-        path: Names from below the root to the leaf.
-        ordinal: Position of the leaf in the schema.
-        encryption: What it is encrypted with; PLAINTEXT also where the file has no row group.
-        key_metadata: Of its own key; None with another key, and where the file carries none.
-    """
+    """A leaf column of a file; PLAINTEXT also where the file has no row group. Key metadata is of its own key."""
 
     path: tuple[str, ...]
     ordinal: int
@@ -84,11 +77,7 @@ _USUAL_SCHEMA_BYTES = 64 * 1024
 
 @functools.lru_cache(maxsize=16)
 def _leaves_of_written(schema: bytes) -> tuple[LeafColumn, ...]:
-    """Return the leaves of a schema, which is the same in thousands of files.
-
-    Args:
-        schema: The type and the bytes of the field.
-    """
+    """Return the leaves of a schema, given as type and bytes of its field: thousands of files have the same."""
     field_header = FileMetaData.schema.field_id << 4 | schema[0]
     metadata = FileMetaData(read_struct(bytes((field_header,)) + schema[1:] + b"\0")[0])
     return leaf_columns(metadata.schema)
@@ -100,18 +89,7 @@ def columns_of(
     chunks: Sequence[Sequence[ColumnChunk]],
     is_encrypted: bool,
 ) -> tuple[FooterColumn, ...]:
-    """Return how each column is encrypted in the first row group; see `check_chunk` for the others.
-
-    Args:
-        leaves: The leaf columns of the schema.
-        row_groups: Those of the footer.
-        chunks: `chunks[row group ordinal][column ordinal]`.
-        is_encrypted: Whether the footer names an encryption algorithm.
-
-    Raises:
-        ParquetFormatError: The crypto metadata is not valid or belongs to another column, or chunks, row groups or
-            ordinals do not fit together.
-    """
+    """Return how each column is encrypted in the first row group; see `check_chunk` for the others."""
     if is_encrypted and max(len(leaves), len(row_groups)) > MAX_COUNT:
         raise ParquetFormatError("an encrypted file has more row groups or columns than ordinals (spec 4.4.2).")
     for ordinal, (row_group, these) in enumerate(zip(row_groups, chunks, strict=True)):
@@ -135,11 +113,7 @@ def columns_of(
 
 
 def check_chunk(row_group_ordinal: int, leaf: LeafColumn, chunk: ColumnChunk, column: FooterColumn) -> None:
-    """Check that a chunk is encrypted as the chunk of its column in the first row group is.
-
-    Raises:
-        ParquetFormatError: It is not, or its crypto metadata is not valid.
-    """
+    """Raise `ParquetFormatError` unless a chunk is encrypted as the first chunk of its column is."""
     if _column_of(leaf, chunk) != column:
         raise ParquetFormatError(
             f"row group {row_group_ordinal}: column {leaf.dotted_path!r} is encrypted in another way than before."
@@ -174,22 +148,10 @@ class UnknownAlgorithmError(ParquetFormatError):
 class Envelope:
     """What a file says before any key is used; nothing of it is authenticated, so decide by it only which key.
 
-    Attributes:
-        path: The file's name, for error texts.
-        mode: As the magic and the footer's fields say.
-        algorithm: None in a file that is not encrypted. With an encrypted footer no key ever authenticates it
-            (spec 5.4): who does not want CTR compares it with what he expects.
-        aad_prefix: As stored, or None.
-        aad_file_unique: As stored, or None.
-        supply_aad_prefix: Whether a prefix was used that is not stored.
-        key_metadata: Of the key that encrypts or signs the footer, or None where the file carries none.
-        footer_offset: Where the footer begins, in bytes; pages and indexes lie before it.
-        footer_length: Of all that the footer's length covers, in bytes.
-        body: With an encrypted footer its module; with a plaintext footer the serialised footer as read. A part of
-            `tail`.
-        signature: What follows a plaintext footer.
-        tail: The file from the footer on, as it was read. Who wants these bytes takes them from here: another read
-            may return those of another file.
+    With an encrypted footer, no key ever authenticates the algorithm (spec 5.4): callers that refuse CTR compare
+    it with what they expect. `footer_length` is of all that the footer's length covers. `body` is the module of an
+    encrypted footer, or a serialised plaintext footer, and `signature` what follows it. `tail` is the file from
+    the footer on: take its bytes from here, because another read may return those of another file.
     """
 
     path: str
@@ -207,18 +169,7 @@ class Envelope:
 
     @classmethod
     def of(cls, footer: FooterBytes, path: str, read: tuple[FileMetaData, int] | None = None) -> Self:
-        """Return the envelope in the bytes of a footer.
-
-        Args:
-            footer: The bytes.
-            path: The file's name, for error texts.
-            read: A plaintext footer and where it ends, where all of it was read already.
-
-        Raises:
-            UnknownAlgorithmError: It states no algorithm that is known, or two.
-            DraftFormatError: The file follows a draft of the encryption specification.
-            ParquetFormatError: The footer is not what the format says.
-        """
+        """Return the envelope in the bytes of a footer; `read` is a plaintext footer read before, and its end."""
         data = footer.data
         if footer.is_encrypted:
             crypto, end = FileCryptoMetaData.read(data)
@@ -267,35 +218,21 @@ def naming_file(path: str) -> Iterator[None]:
     """Name a file in errors about its format."""
     try:
         yield
-    except DraftFormatError as error:
-        raise DraftFormatError(str(error), path=path) from None
     except ParquetFormatError as error:
-        raise ParquetFormatError(str(error), path=path) from None
+        if error.path is not None:
+            raise
+        raise type(error)(str(error), path=path) from None
 
 
 class KeyRetriever(Protocol):
     """Finds the DEK that key metadata stands for (spec 4.3)."""
 
     def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
-        """Return the DEK of the footer.
-
-        Args:
-            key_metadata: As the file carries it, or None where it carries none.
-
-        Raises:
-            KeytoolsError: The key is unavailable; the error says why.
-        """
+        """Return the DEK of the footer, or raise the error that says why it is unavailable."""
         ...
 
     def column_deks(
         self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
     ) -> list[SecretBytes | KeytoolsError]:
-        """Return the DEKs of columns, asked for together so that a KMS can be asked once.
-
-        Args:
-            columns: For each column its path in the schema and its key metadata, None where there is none.
-
-        Returns:
-            In the same order the DEK, or the error that says why it is unavailable.
-        """
+        """Return, in order, the DEKs of columns by path and key metadata, or the errors; asked for together."""
         ...

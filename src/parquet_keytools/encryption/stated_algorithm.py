@@ -23,25 +23,23 @@ from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.encryption.module_cipher import (
     CTR_FRAMING,
     GCM_FRAMING,
-    NO_PAGE_ORDINAL,
+    LENGTH_LENGTH,
+    NONCE_LENGTH,
     ChunkCipher,
     InvalidTag,
     ModuleCipher,
     check_length_field,
 )
-from parquet_keytools.encryption.page_walk import FirstPage, read_first_page
+from parquet_keytools.encryption.page_walk import HeaderWindow, Page, walk_pages
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterColumn
 from parquet_keytools.errors import DecryptionError, KeytoolsError
 from parquet_keytools.format.file_layout import ByteSource, regions_of
-from parquet_keytools.format.structs import ColumnMetaData, DataPageHeaderV2, PageHeader
-from parquet_keytools.format.thrift import WireType, varint
+from parquet_keytools.format.pages import PageContents, read_page_contents
+from parquet_keytools.format.thrift import varint
 from parquet_keytools.secret_bytes import SecretBytes
 
 _UNCOMPRESSED, _SNAPPY, _GZIP, _ZSTD = 0, 1, 2, 6
 """Codecs, as column metadata names them."""
-
-_DEFINITION_LEVELS, _REPETITION_LEVELS, _IS_COMPRESSED = 5, 6, 7
-"""Fields of DataPageHeaderV2: two lengths in bytes, and whether what follows is compressed."""
 
 _BLOCK_LENGTH = 16
 """Of AES. Only the first block of a page proves something: the rest of the key stream is the same with AES-GCM."""
@@ -58,55 +56,54 @@ _HINT = (
 )
 
 
+_BEGINNING_LENGTH = LENGTH_LENGTH + NONCE_LENGTH + _BLOCK_LENGTH
+"""Length field, nonce, and one block."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Page:
-    """The first page of a chunk."""
+class _FirstPage:
+    """The first page of a chunk, and its beginning as it is stored; its header is authentic."""
 
     reader: ChunkCipher
     codec: int
-    stored: FirstPage
+    page: Page
+    contents: PageContents
+    beginning: memoryview
 
     @property
-    def ordinal(self) -> int:
-        """Its page ordinal."""
-        return NO_PAGE_ORDINAL if self.stored.header.type == PageHeader.DICTIONARY_PAGE else 0
+    def length(self) -> int:
+        """Length of the page as it is stored, in bytes."""
+        return self.page.facts.page_length
 
     def error(self, message: str) -> DecryptionError:
         """Return an error that names the place of this page."""
-        return self.reader.page_place(self.ordinal).error(message, hint=_HINT)
+        return self.reader.page_place(self.page.ordinal).error(message, hint=_HINT)
 
     def framing(self) -> int | None:
         """Return how many bytes the page is longer than its plaintext; None where compression hides it."""
-        header = self.stored.header
-        return None if self._is_compressed() else header.compressed_page_size - header.uncompressed_page_size
-
-    def _is_compressed(self) -> bool:
-        v2 = self.stored.header.data_page_header_v2
-        is_exempt = v2 is not None and v2.struct.types().get(_IS_COMPRESSED) is WireType.FALSE
-        return self.codec != _UNCOMPRESSED and not is_exempt
+        is_compressed = self.codec != _UNCOMPRESSED and self.contents.is_compressed
+        return None if is_compressed else self.length - self.contents.uncompressed_length
 
     def right_beginning(self) -> tuple[int, bool]:
         """Return how many bytes of the plaintext are known, and whether they are what they should be."""
-        header = self.stored.header
-        v2 = header.data_page_header_v2
         # The levels of a data page V2 are not compressed, and come first.
-        levels = 0 if v2 is None else _number(v2, _DEFINITION_LEVELS) + _number(v2, _REPETITION_LEVELS)
-        expected = _beginning(self.codec, header.uncompressed_page_size - levels)
+        levels = self.contents.levels_length
+        expected = _beginning(self.codec, self.contents.uncompressed_length - levels)
         length = levels + len(expected)
-        if not expected or levels < 0 or length > min(_BLOCK_LENGTH, header.compressed_page_size - CTR_FRAMING):
+        if not expected or length > min(_BLOCK_LENGTH, self.length - CTR_FRAMING):
             return 0, True
         plaintext = bytearray(length)
-        module = self.stored.beginning
+        module = self.beginning
         self.reader.cipher.ctr().apply_into(module[4:16], module[16 : 16 + length], b"", plaintext)
         return len(expected), plaintext[levels:] == expected
 
     def is_gcm(self, source: ByteSource) -> bool:
         """Tell whether it authenticates with AES-GCM."""
-        module = memoryview(source.read_at(self.stored.offset, self.stored.header.compressed_page_size))
+        module = memoryview(source.read_at(self.page.offset, self.length))
         out = bytearray(len(module) - GCM_FRAMING)
         try:
             self.reader.cipher.gcm.decrypt_into(
-                module[4:16], module[16:], self.reader.page_aads(self.ordinal)[1], out
+                module[4:16], module[16:], self.reader.page_aads(self.page.ordinal)[1], out
             )
         except InvalidTag:
             return False
@@ -119,23 +116,15 @@ def check_stated_algorithm(
     """Refuse a file that says AES_GCM_CTR_V1 and was not written so; any other file is not looked at.
 
     The first pages of column chunks are looked at, one after another, until there is proof; mostly one is enough,
-    and 64 KB of it are read.
-
-    Args:
-        source: The file.
-        footer: Its footer, opened.
-        deks: DEKs of columns with a column key; those of other columns are not needed.
-
-    Raises:
-        DecryptionError: Its pages are encrypted with AES-GCM, or are not what AES-CTR made.
+    and 64 KB of it are read. DEKs are needed only of columns with a column key, and only of some.
     """
     if footer.algorithm is not Algorithm.AES_GCM_CTR_V1:
         return
     proven_bytes = trials = 0
-    suspect: _Page | None = None
+    suspect: _FirstPage | None = None
     for page in _first_pages(source, footer, deks):
         framing = page.framing()
-        if framing == CTR_FRAMING or page.stored.header.compressed_page_size < GCM_FRAMING:
+        if framing == CTR_FRAMING or page.length < GCM_FRAMING:
             return
         if framing == GCM_FRAMING:
             raise _is_gcm(page, footer)
@@ -157,13 +146,13 @@ def check_stated_algorithm(
         )
 
 
-def _is_gcm(page: _Page, footer: Footer) -> DecryptionError:
+def _is_gcm(page: _FirstPage, footer: Footer) -> DecryptionError:
     return page.error(f"{footer.path}: the page is encrypted with AES-GCM, and the file states AES_GCM_CTR_V1.")
 
 
 def _first_pages(
     source: ByteSource, footer: Footer, deks: Mapping[tuple[str, ...], SecretBytes]
-) -> Iterator[_Page]:
+) -> Iterator[_FirstPage]:
     """Yield the first page of each chunk whose key is there, but of those that no reader could read."""
     ciphers: list[tuple[FooterColumn, ModuleCipher]] = []
     for column in footer.columns:
@@ -183,29 +172,27 @@ def _first_pages(
 
 def _first_page(
     source: ByteSource, footer: Footer, row_group_ordinal: int, column: FooterColumn, cipher: ModuleCipher
-) -> _Page | None:
+) -> _FirstPage | None:
     """Return the first page of a chunk; None where it has none."""
-    metadata: ColumnMetaData = footer.chunk_metadata(row_group_ordinal, column, cipher)
+    metadata = footer.chunk_metadata(row_group_ordinal, column, cipher)
     chunk = footer.chunks[row_group_ordinal][column.ordinal]
     pages = regions_of(chunk, metadata, row_group_ordinal, column.ordinal)[0]
     if not pages.length:
         return None
     reader = ChunkCipher(cipher, footer.algorithm, row_group_ordinal, column.ordinal)
-    stored = read_first_page(
-        source,
-        pages.offset,
-        min(pages.offset + pages.length, footer.envelope.footer_offset),
-        reader,
-        expects_dictionary_page=bool(metadata.dictionary_page_offset),
+    end = min(pages.offset + pages.length, footer.envelope.footer_offset)
+    window = HeaderWindow(source, pages.offset, end)
+    expects_dictionary_page = bool(metadata.dictionary_page_offset)
+    walk = walk_pages(
+        window, pages.offset, end, reader, expects_dictionary_page=expects_dictionary_page, path=source.path
     )
-    page = _Page(reader, metadata.codec, stored)
-    check_length_field(stored.beginning, stored.header.compressed_page_size, reader.page_place(page.ordinal))
-    return page
-
-
-def _number(header: DataPageHeaderV2, field_id: int) -> int:
-    (value,) = header.struct.numbers([(field_id, WireType.I32)])
-    return value or 0
+    page = next(walk, None)
+    if page is None:
+        return None
+    length = page.facts.page_length
+    beginning = window.view(page.offset, min(_BEGINNING_LENGTH, length))
+    check_length_field(beginning, length, reader.page_place(page.ordinal))
+    return _FirstPage(reader, metadata.codec, page, read_page_contents(page.facts), beginning)
 
 
 def _beginning(codec: int, length: int) -> bytes:

@@ -35,8 +35,13 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.files.opened_file import ColumnDigests, OpenedFile
 from parquet_keytools.files.table_check import seen_key
-from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY
-from parquet_keytools.format.schema_key_values import SPARK_SCHEMA_KEY, VisibleKeyValues, schema_alone, short_word
+from parquet_keytools.format.partial_footers import (
+    ARROW_SCHEMA_KEY,
+    SPARK_SCHEMA_KEY,
+    VisibleKeyValues,
+    schema_alone,
+    short_word,
+)
 from parquet_keytools.format.structs import KeyValue
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import KmsKeys

@@ -13,8 +13,7 @@ import pyarrow as pa
 from parquet_keytools.config.labels import ColumnPath, FieldLabels
 from parquet_keytools.encryption.footer import Footer
 from parquet_keytools.errors import ConfigurationError, ParquetFormatError
-from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY
-from parquet_keytools.format.schema_key_values import SPARK_SCHEMA_KEY
+from parquet_keytools.format.partial_footers import ARROW_SCHEMA_KEY, SPARK_SCHEMA_KEY
 
 
 def labels_of_footer(footer: Footer) -> FieldLabels:

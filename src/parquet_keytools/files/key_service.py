@@ -50,7 +50,7 @@ from parquet_keytools.files.table_check import (
     seen_key,
 )
 from parquet_keytools.format.file_layout import accept_footers_up_to
-from parquet_keytools.format.schema_key_values import VisibleKeyValues
+from parquet_keytools.format.partial_footers import VisibleKeyValues
 from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import (
     Clock,

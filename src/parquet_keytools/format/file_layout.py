@@ -44,20 +44,12 @@ class ByteSource(Protocol):
         ...
 
     def read_at(self, offset: int, length: int) -> bytes | memoryview:
-        """Return exactly `length` bytes from `offset`, without a copy where the source has them in memory.
-
-        Raises:
-            ParquetFormatError: The file ends before.
-        """
+        """Return exactly `length` bytes from `offset`, without a copy where they are in memory."""
         ...
 
 
 def check_range(source: ByteSource, offset: int, length: int) -> None:
-    """Refuse a range that is not in a file.
-
-    Raises:
-        ParquetFormatError: It is not.
-    """
+    """Raise `ParquetFormatError` for a range that is not in a file."""
     if offset < 0 or length < 0 or offset + length > source.size_bytes:
         raise ParquetFormatError(
             f"bytes {offset} to {offset + length} are outside of the file of {source.size_bytes} bytes",
@@ -66,10 +58,9 @@ def check_range(source: ByteSource, offset: int, length: int) -> None:
 
 
 class HeldSource:
-    """A source of which a part is in memory: bytes that were read, or another end than the file has."""
+    """A source of which a part, from `offset`, is in memory; with `is_end`, the file ends with that part."""
 
     def __init__(self, source: ByteSource, offset: int, data: bytes | memoryview, *, is_end: bool = False) -> None:
-        """Take the part from `offset`; with `is_end`, the file ends with it."""
         self.path = source.path
         self._source = source
         self._start = offset
@@ -86,21 +77,14 @@ class HeldSource:
             return self._data[offset - start : end - start]
         if end <= start or offset >= stop:
             return self._source.read_at(offset, length)
-        parts: list[bytes | memoryview] = []
-        if offset < start:
-            parts.append(self._source.read_at(offset, start - offset))
-        parts.append(self._data[max(offset - start, 0) : end - start])
-        if end > stop:
-            parts.append(self._source.read_at(stop, end - stop))
-        return b"".join(parts)
+        before = self._source.read_at(offset, start - offset) if offset < start else b""
+        after = self._source.read_at(stop, end - stop) if end > stop else b""
+        return b"".join((before, self._data[max(offset - start, 0) : end - start], after))
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """An open local file.
-
-    It is read and never mapped: a file that another process truncates would end this process with SIGBUS.
-    """
+    """An open local file; never mapped: one that another process truncates would end this process with SIGBUS."""
 
     path: str
     file_descriptor: int
@@ -112,12 +96,7 @@ class FileSource:
         return cls(path, file_descriptor, os.fstat(file_descriptor).st_size)
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Read one range.
-
-        Raises:
-            FileChangedError: The file became shorter.
-            OSError: It cannot be read.
-        """
+        """Read one range."""
         check_range(self, offset, length)
         data = operating_system.read_at(self.file_descriptor, length, offset)
         if len(data) == length:
@@ -162,9 +141,6 @@ class RangedFile(io.RawIOBase):
 
     It has one position, but a thread that goes to one reads there, wherever others go meanwhile: DuckDB reads
     a file by several threads, of which each goes to its place and then reads.
-
-    Attributes:
-        size_bytes: Length in bytes.
     """
 
     size_bytes: int
@@ -192,11 +168,7 @@ class RangedFile(io.RawIOBase):
         return self._sought.get(threading.get_ident(), self._position)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a position, which may lie behind the end, and return it.
-
-        Raises:
-            ValueError: The position is before the start, `whence` is unknown, or the file is closed.
-        """
+        """Go to a position, which may lie behind the end, and return it."""
         self._refuse_closed()
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self.size_bytes}.get(whence)
         if start is None or start + offset < 0:
@@ -274,11 +246,7 @@ def accept_footers_up_to(max_footer_bytes: int) -> None:
 
 
 def check_footer_length(length: int, path: str) -> None:
-    """Refuse a footer that is too long to be read: anyone can write one, and all of it is held in memory.
-
-    Raises:
-        ParquetFormatError: It is longer than the configurations of this process accept.
-    """
+    """Refuse a footer that is too long to be read: anyone can write one, and all of it is held in memory."""
     limit = _stated_max_footer_bytes or MAX_FOOTER_BYTES
     if length > limit:
         raise ParquetFormatError(
@@ -290,13 +258,7 @@ def check_footer_length(length: int, path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FooterBytes:
-    """The footer as it lies in the file; nothing of it is authenticated.
-
-    Attributes:
-        is_encrypted: Whether the magic is PARE: FileCryptoMetaData and an encrypted footer.
-        offset: Where the footer begins, in bytes from the start of the file.
-        tail: The file from there on: the footer, its length, and the magic.
-    """
+    """The footer as it lies in the file, which nothing authenticates; `tail` also has its length and the magic."""
 
     is_encrypted: bool
     offset: int
@@ -315,14 +277,10 @@ def with_trailer(footer: bytes, magic: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class LeafColumn:
-    """A leaf of the schema.
+    """A leaf of the schema; its ordinal is the position of its chunk in every row group.
 
-    Attributes:
-        path: Names from below the root to the leaf.
-        ordinal: Position among the leaves, which is that of its chunk in every row group.
-        top_level_position: Position, among the children of the root, of the one it lies under.
-        physical_type: As the schema has it.
-        is_flat: Whether it has one value, or null, for each row: neither it nor a group around it repeats.
+    `top_level_position` is the position of its ancestor among the children of the root. It is flat if it has one
+    value, or null, for each row: neither it nor a group around it repeats.
     """
 
     path: tuple[str, ...]
@@ -338,17 +296,7 @@ class LeafColumn:
 
 
 def read_footer_bytes(source: ByteSource, *, reads_head: bool = True) -> FooterBytes:
-    """Read the footer of a file, from its tail, by one read, or two where the footer is long.
-
-    Args:
-        source: The file.
-        reads_head: Whether the magic at the beginning is read, too, and compared.
-
-    Raises:
-        ParquetFormatError: The file is too short, or not a Parquet file, or its footer does not fit into it, or is
-            longer than the configuration accepts.
-        FileChangedError: It was replaced meanwhile.
-    """
+    """Read the footer of a file from its tail, by one or two reads; `reads_head` compares the first magic, too."""
     path, size = source.path, source.size_bytes
     if size < MAGIC_LENGTH + TRAILER_LENGTH:
         raise ParquetFormatError(f"{size} bytes are too few for a Parquet file.", path=path)
@@ -384,22 +332,14 @@ def unauthenticated_limit(length: int) -> int:
 
 
 def refuse_draft_crypto_metadata(metadata: FileCryptoMetaData) -> None:
-    """Refuse the FileCryptoMetaData of the 2018 draft, which is another structure under the same magic.
-
-    Raises:
-        DraftFormatError: It has `encrypted_footer`, `footer_offset` or `iv_prefix`.
-    """
+    """Refuse the FileCryptoMetaData of the 2018 draft, which is another structure under the same magic."""
     types = metadata.struct.types()
     if types.get(2) in _BOOLEAN or 4 in types or 5 in types:
         _refuse("2018", "its FileCryptoMetaData has encrypted_footer, footer_offset or iv_prefix")
 
 
 def refuse_draft_footer(metadata: FileMetaData) -> None:
-    """Refuse a plaintext footer of the 2019 draft, where field 9 is `signed_footer`.
-
-    Raises:
-        DraftFormatError: It has that field, or the key metadata in field 10.
-    """
+    """Refuse a plaintext footer of the 2019 draft, where field 9 is `signed_footer`."""
     types = metadata.struct.types()
     if 8 in types and (types.get(9) in _BOOLEAN or (9 not in types and 10 in types)):
         _refuse("2019", "field 9 of its footer is signed_footer")
@@ -417,14 +357,7 @@ _REPETITION_TYPE_ID, _REPEATED = 3, (WireType.I32, 2)
 
 
 def leaf_columns(schema: list[SchemaElement]) -> tuple[LeafColumn, ...]:
-    """Return the leaves of a schema in the order of their chunks.
-
-    Args:
-        schema: The flattened schema of a footer: depth first, the root first.
-
-    Raises:
-        ParquetFormatError: The numbers of children do not fit the elements, or groups nest too deep.
-    """
+    """Return the leaves of a flattened schema (depth first, the root first) in the order of their chunks."""
     if not schema:
         raise ParquetFormatError("the schema is empty.")
     leaves: list[LeafColumn] = []
@@ -495,16 +428,7 @@ _LENGTH_FIELD_IDS = {
 
 
 class Region(NamedTuple):
-    """A byte range of a column chunk.
-
-    Attributes:
-        kind: What lies there.
-        row_group_ordinal: Of the row group of the chunk.
-        column_ordinal: Of its column.
-        offset: Where it begins, in bytes from the start of the file.
-        length: In bytes, or None for a Bloom filter whose length is not stated.
-        limit: Where it may end at most; set by `arranged`.
-    """
+    """A byte range of a column chunk; a Bloom filter may state no length. `arranged` sets its limit."""
 
     kind: RegionKind
     row_group_ordinal: int
@@ -541,11 +465,7 @@ class ChunkPlaces(NamedTuple):
 
     @classmethod
     def of(cls, metadata: ColumnMetaData) -> Self:
-        """Return the places in a chunk's metadata.
-
-        Raises:
-            ParquetFormatError: It lacks one that is required.
-        """
+        """Return the places in a chunk's metadata."""
         data, dictionary, index, length, bloom_filter, bloom_filter_length = metadata.struct.numbers(_PLACES)
         if data is None or length is None:
             # One of them says what is missing.
@@ -577,18 +497,7 @@ def regions_of(
     column_ordinal: int,
     places: ChunkPlaces | None = None,
 ) -> list[Region]:
-    """Return the regions of a chunk.
-
-    Args:
-        chunk: The chunk.
-        metadata: Its full metadata, decrypted where it was encrypted.
-        row_group_ordinal: Of its row group.
-        column_ordinal: Of its column.
-        places: Those in the metadata, where they are known.
-
-    Raises:
-        ParquetFormatError: A length is negative or missing, or the data lies in another file.
-    """
+    """Return the regions of a chunk, from its full metadata; raise `ParquetFormatError` for wrong lengths."""
     # Old writers state an empty path for data in the file itself.
     if chunk.struct.has(_FILE_PATH) and chunk.file_path:
         raise ParquetFormatError(
@@ -610,14 +519,7 @@ def regions_of(
 def regions_at(
     places: Sequence[int | None], indexes: Sequence[int | None], row_group_ordinal: int, column_ordinal: int
 ) -> list[Region]:
-    """Return the regions of a chunk: first its pages, then its Bloom filter and indexes, if it has them.
-
-    Args:
-        places: See `ChunkPlaces`.
-        indexes: Offset and length of the column index, and of the offset index; see `INDEX_PLACES`.
-        row_group_ordinal: Of its row group.
-        column_ordinal: Of its column.
-    """
+    """Return the regions of a chunk: its pages, Bloom filter and indexes; see `ChunkPlaces` and `INDEX_PLACES`."""
     data_page, dictionary_page, index_page, length, bloom_filter, bloom_filter_length = places
     assert data_page is not None
     # Writers leave 0 where there is no such page.
@@ -638,16 +540,7 @@ def regions_at(
 
 
 def arranged(regions: Iterable[Region], footer_offset: int, created_by: str | None) -> list[Region]:
-    """Return regions in the order of their offsets, each with its limit.
-
-    Args:
-        regions: Those of all chunks.
-        footer_offset: Where the footer begins; all must lie before it.
-        created_by: The writer of the file, as the footer says: some old ones forgot bytes.
-
-    Raises:
-        ParquetFormatError: A region lies outside of the file's body, or two overlap.
-    """
+    """Return the regions of all chunks, none of which overlap, in the order of their offsets with their limits."""
     tolerance = _FORGOTTEN_LENGTH if _forgets_bytes(created_by) else 0
     # The numbers of a region itself make that no two of them are the same.
     ordered = sorted([(region[3], region[4] or 0, region[0], region) for region in regions], reverse=True)

@@ -1,7 +1,4 @@
-"""What a file says of its pages: their headers, and offset indexes.
-
-And pages and column chunks that stand for others, whose metadata or values a reader does not get.
-"""
+"""Page headers, offset indexes; and pages and chunks that stand for others, which a reader does not get."""
 
 from __future__ import annotations
 
@@ -33,15 +30,9 @@ MAX_PAGE_LENGTH = 2**31 - 1
 
 
 class PageHeaderFacts(NamedTuple):
-    """What is to be known of a page header.
+    """What is to be known of a page header, whose own length is `length`.
 
-    Attributes:
-        page_type: `PageHeader.DATA_PAGE` and so on.
-        page_length: `compressed_page_size` in bytes.
-        crc: The CRC-32 that it states, as an unsigned integer, or None.
-        length: Length of the header in bytes, as it was read.
-        before: The header in the usual shape, up to the value of `compressed_page_size`.
-        rest: What follows this value and the CRC.
+    `before` is the header in the usual shape, up to the value of `compressed_page_size`; `rest` follows the CRC.
     """
 
     page_type: int
@@ -56,11 +47,7 @@ _facts = PageHeaderFacts._make  # Twice as fast as calling the class.
 
 
 def read_page_header(data: bytes | bytearray | memoryview, offset: int) -> PageHeaderFacts:
-    """Read the page header at `offset`.
-
-    Raises:
-        ParquetFormatError: There is no page header there, or it goes on after the end of `data`.
-    """
+    """Read the page header at `offset`."""
     try:
         facts = _usual_header(data, offset)
     except IndexError:
@@ -69,10 +56,7 @@ def read_page_header(data: bytes | bytearray | memoryview, offset: int) -> PageH
 
 
 def _usual_header(data: bytes | bytearray | memoryview, offset: int) -> PageHeaderFacts | None:
-    """Read a header that begins with its first three fields, as all known ones do; None for any other.
-
-    Small chunks have as many bytes of header as of page, and this takes a third of the time of `_any_header`.
-    """
+    """Read a header that begins as all known ones do, in a third of the time of `_any_header`; else None."""
     if data[offset] != _I32_FOLLOWS:
         return None
     page_type, at = read_integer(data, offset + 1, 32)
@@ -134,12 +118,8 @@ _PAGE_LENGTH, _CRC = PageHeader.compressed_page_size.field_id, PageHeader.crc.fi
 def with_sizes(facts: PageHeaderFacts, page_length: int, crc: int | None = None) -> bytes:
     """Return a header in the usual shape with another page length, and another CRC where it has one.
 
-    Args:
-        facts: Of the header.
-        page_length: The new `compressed_page_size` in bytes.
-        crc: The new CRC. Where it is None and the header has a CRC, the field takes 6 bytes from `crc_position`
-            on: its header, and five bytes to be filled in by `padded_crc`. The length of a header is then known
-            before its page is encrypted.
+    Without the new CRC, the field takes 6 bytes from `crc_position` on, to be filled in by `padded_crc`: the
+    length of a header is known before its page is encrypted.
     """
     size = varint(page_length << 1)
     if facts.crc is None:
@@ -149,14 +129,7 @@ def with_sizes(facts: PageHeaderFacts, page_length: int, crc: int | None = None)
 
 
 class PageContents(NamedTuple):
-    """What a page header says of the content of its page.
-
-    Attributes:
-        uncompressed_length: Of the page in bytes, without framing.
-        num_values: How many values it has, with nulls; 0 for an index page.
-        levels_length: Of the levels of a V2 page in bytes; 0 for others.
-        is_compressed: Whether what follows the levels is compressed, if the chunk has a codec.
-    """
+    """What a page header says of the content of its page: nulls are values, and an index page has none."""
 
     uncompressed_length: int
     num_values: int
@@ -186,11 +159,7 @@ _STRUCT_FOLLOWS = 0x1C
 
 
 def read_page_contents(facts: PageHeaderFacts) -> PageContents:
-    """Return what a header says of the content of its page.
-
-    Raises:
-        ParquetFormatError: A required field is missing, or a count or a length is negative.
-    """
+    """Return what a header says of the content of its page."""
     page_type, _, crc, _, before, rest = facts
     if page_type == PageHeader.INDEX_PAGE:
         return _any_contents(facts)
@@ -263,12 +232,7 @@ _PADDING_HEADER = b"\x08\xc8\x01"
 
 
 def padded_header(header: bytes, length: int) -> bytes:
-    """Return a header, as `with_sizes` returns it, that takes a length of at least five bytes more.
-
-    Args:
-        header: Ends with the end of the struct.
-        length: How many bytes it shall take.
-    """
+    """Return a header, as `with_sizes` returns it, that takes `length` bytes: at least five more than it has."""
     if _PADDING_HEADER in header:
         # A copy of a view that was encrypted has padding already.
         header = read_struct(header)[0].changed_bytes({_PADDING_ID: None})
@@ -307,15 +271,7 @@ def _zigzag32(value: int) -> int:
 
 
 def move_pages(data: bytes | memoryview, moves: Mapping[int, tuple[int, int]]) -> bytes:
-    """Return an offset index for pages that lie elsewhere.
-
-    Args:
-        data: The offset index as it was.
-        moves: Offset of a page as it was -> its offset now, and its length now with header and framing.
-
-    Raises:
-        ParquetFormatError: It is no offset index, or names an offset where no page begins.
-    """
+    """Return an offset index for pages that lie elsewhere: `moves` has old offset -> new offset and new length."""
     index, _ = OffsetIndex.read(data)
     moved: list[bytes] = []
     for location in index.page_locations:
@@ -352,17 +308,7 @@ def generated_chunk(
     is_null: bool = False,
     has_levels: bool = False,
 ) -> ColumnChunk:
-    """Return a plaintext chunk without compression.
-
-    Args:
-        physical_type: Of its column.
-        path: Of its column.
-        num_values: How many values it has, nulls included.
-        offset: Where its first page begins.
-        length: Of its pages with their headers, in bytes.
-        is_null: Whether all values are null.
-        has_levels: Whether its pages have levels, where not all values are null.
-    """
+    """Return a plaintext chunk without compression; `length` is that of its pages with their headers."""
     metadata = ColumnMetaData()
     metadata.type = physical_type
     encodings = [_PLAIN, _RLE] if is_null or has_levels else [_PLAIN]
@@ -382,25 +328,14 @@ def generated_chunk(
 
 
 def null_page(num_rows: int, max_definition_level: int, max_repetition_level: int) -> bytes:
-    """Return a V1 data page of rows in each of which the outermost field is null or empty.
-
-    Args:
-        num_rows: How many.
-        max_definition_level: Of the column; at least 1.
-        max_repetition_level: Of the column.
-    """
+    """Return a V1 data page of rows in each of which the outermost field is null or empty."""
     levels = b"".join(_zeros(num_rows, level) for level in (max_repetition_level, max_definition_level) if level)
     header = plain_page_header(num_rows, len(levels))
     return header.serialise() + levels
 
 
 def plain_page_header(num_values: int, length: int) -> PageHeader:
-    """Return the header of a V1 data page that is neither compressed nor encoded by a dictionary.
-
-    Args:
-        num_values: How many values it has.
-        length: Of the page in bytes, without this header.
-    """
+    """Return the header of a V1 data page that is neither compressed nor encoded by a dictionary."""
     data_page = DataPageHeader()
     data_page.num_values = num_values
     for field_id, encoding in ((2, _PLAIN), (3, _RLE), (4, _RLE)):

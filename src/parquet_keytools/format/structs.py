@@ -34,11 +34,7 @@ class Record:
     def read(
         cls, data: bytes | bytearray | memoryview, offset: int = 0, max_memory: int | None = None
     ) -> tuple[Self, int]:
-        """Read the structure at `offset`; returns it and the offset of the first byte after it.
-
-        Raises:
-            ParquetFormatError: There is no Thrift struct there, or it takes more memory than `max_memory`.
-        """
+        """Read the structure at `offset`; returns it and the offset of the first byte after it."""
         return cls._read(data, offset, cls.PATH, max_memory)
 
     @classmethod
@@ -56,7 +52,7 @@ class Record:
             raise ParquetFormatError(f"{cls.__name__}: {error}") from None
         return cls(struct), end
 
-    def bytes_of(self, field: _Field[Any]) -> bytes | None:
+    def bytes_of(self, field: Optional[Any]) -> bytes | None:
         """Return the bytes of a field's type and value; None where it is not set."""
         entry = self.struct.entry_bytes(field.field_id)
         return None if entry is None else bytes((entry[0],)) + entry[1]
@@ -81,7 +77,7 @@ class Record:
     @classmethod
     @functools.cache
     def _known_types(cls) -> dict[int, tuple[str, tuple[WireType, ...]]]:
-        fields = {name: field for name, field in vars(cls).items() if isinstance(field, _Field)}
+        fields = {name: field for name, field in vars(cls).items() if isinstance(field, Optional)}
         return {field.field_id: (name, field.codec.wire_types) for name, field in fields.items()}
 
     def __eq__(self, other: object) -> bool:
@@ -192,17 +188,12 @@ def list_of(codec: _Codec[T]) -> _Codec[list[T]]:
     return _Codec((WireType.LIST,), load, store)
 
 
-class _Field(Generic[T]):
-    """A field of a record; writing keeps its place or the order of ids.
+class Optional(Generic[T]):
+    """An optional field of a record; None where it is not set, and setting None removes it.
 
-    Where a field has another type than ours it is one that we do not know: not read, and kept, as code that Thrift
-    generates does. Of the fields that say what is encrypted, and how, other types are refused: an encrypted file
-    must not look like one that is not, or like one with another AAD.
-
-    Args:
-        field_id: Its id.
-        codec: How its value lies there.
-        refuses_other_types: Whether another type is an error.
+    Writing keeps its place or the order of ids. A field of another type is one that we do not know: not read, and
+    kept, as code that Thrift generates does. In fields that say what is encrypted, and how, it is refused: an
+    encrypted file must not look like one that is not, or like one with another AAD.
     """
 
     def __init__(self, field_id: int, codec: _Codec[T], *, refuses_other_types: bool = False) -> None:
@@ -213,8 +204,14 @@ class _Field(Generic[T]):
     def __set_name__(self, owner: type[Record], name: str) -> None:
         self.name = f"{owner.__name__}.{name}"
 
-    def value(self, record: Record) -> T | None:
+    @overload
+    def __get__(self, record: None, owner: type[Record]) -> Self: ...
+    @overload
+    def __get__(self, record: Record, owner: type[Record]) -> T | None: ...
+    def __get__(self, record: Record | None, owner: type[Record]) -> Self | T | None:
         """Return the value of the field in a record."""
+        if record is None:
+            return self
         codec = self.codec
         try:
             entry = record.struct.entry(self.field_id, codec.wire_types)
@@ -229,27 +226,12 @@ class _Field(Generic[T]):
             raise ParquetFormatError(f"{self.name}: has the Thrift type {wire_type.name}")
         return None
 
-    def _store(self, record: Record, value: T | None) -> None:
+    def __set__(self, record: Record, value: T | None) -> None:
+        """Set the field in a record, or remove it."""
         record.struct.set_entry(self.field_id, None if value is None else self.codec.store(value))
 
 
-class Optional(_Field[T]):
-    """An optional field; None where it is not set or has another type, and setting None removes it."""
-
-    @overload
-    def __get__(self, record: None, owner: type[Record]) -> Self: ...
-    @overload
-    def __get__(self, record: Record, owner: type[Record]) -> T | None: ...
-    def __get__(self, record: Record | None, owner: type[Record]) -> Self | T | None:
-        """Return the value of the field in a record."""
-        return self if record is None else self.value(record)
-
-    def __set__(self, record: Record, value: T | None) -> None:
-        """Set the field in a record, or remove it."""
-        self._store(record, value)
-
-
-class Required(_Field[T]):
+class Required(Optional[T]):
     """A required field; reading one that is not set, or has another type, raises `ParquetFormatError`."""
 
     @overload
@@ -258,16 +240,10 @@ class Required(_Field[T]):
     def __get__(self, record: Record, owner: type[Record]) -> T: ...
     def __get__(self, record: Record | None, owner: type[Record]) -> Self | T:
         """Return the value of the field in a record."""
-        if record is None:
-            return self
-        value = self.value(record)
+        value = super().__get__(record, owner)
         if value is None:
             raise ParquetFormatError(f"{self.name}: is missing")
         return value
-
-    def __set__(self, record: Record, value: T) -> None:
-        """Set the field in a record."""
-        self._store(record, value)
 
 
 # --- Encryption (spec 5.2, 5.4) ----------------------------------------------------------------------------

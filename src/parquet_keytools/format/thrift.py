@@ -60,9 +60,9 @@ _STRUCT_BYTES, _ELEMENT_BYTES = 320, 64
 Entry = tuple[WireType, Any]
 """Type and value of a field.
 
-Values are int for I16, I32 and I64, bytes for BINARY and for what has a fixed length (DOUBLE, UUID, BYTE), None
-for TRUE and FALSE (the type is the value), `ThriftList`, `ThriftMap` and `Struct`. A struct that is only written
-may be its bytes.
+Values are int for I16, I32 and I64, bytes for BINARY, MAP (Parquet has none) and what has a fixed length (DOUBLE,
+UUID, BYTE), None for TRUE and FALSE (the type is the value), `ThriftList`, and `Struct`. A struct that is only
+written may be its bytes.
 """
 
 Changes = Mapping[int, Entry | None]
@@ -80,15 +80,6 @@ class ThriftList:
     elements: list[Any] | Structs
 
 
-@dataclass(slots=True)
-class ThriftMap:
-    """A map, as pairs in the order of the bytes; the types say nothing where it is empty."""
-
-    key_type: WireType
-    value_type: WireType
-    pairs: list[tuple[Any, Any]]
-
-
 # --- Reading -----------------------------------------------------------------------------------------------
 
 
@@ -100,17 +91,9 @@ def read_struct(
 ) -> tuple[Struct, int]:
     """Read the struct at `offset` of `data`; returns it and the offset of the first byte after it.
 
-    Args:
-        data: The bytes. If they are `bytes`, the struct holds on to them; else it copies its own.
-        offset: Where the struct begins.
-        path: Ids of fields, from the outermost inwards, whose structs are wanted: these are found on the way.
-            If the last field is a list, its structs are only located: see `Structs`.
-        max_memory: About how many bytes of memory all that is read of the struct may take, now and later. None for
-            no limit.
-
-    Raises:
-        ParquetFormatError: The bytes are not a struct in compact protocol, or end before it does, or it takes too
-            much memory.
+    The struct holds on to `bytes`, and copies others. The structs in fields along the path of ids are found on the
+    way; if the last is a list, its structs are only located. `max_memory` is about what all that is read, now and
+    later, may take in bytes.
     """
     document = _Document(data, max_memory)
     try:
@@ -119,7 +102,7 @@ def read_struct(
         raise ParquetFormatError("a Thrift struct ends before it is complete") from None
     if type(data) is not bytes:
         document.data = bytes(data[offset:end])
-        struct.moved_to_start()
+        struct._start = 0
     return struct, end
 
 
@@ -267,11 +250,7 @@ class _Document:
         self.left = self.most = most
 
     def charge(self, amount: int) -> None:
-        """Take an amount of the memory that may be used.
-
-        Raises:
-            ParquetFormatError: There is less.
-        """
+        """Take an amount of the memory that may be used; raise `ParquetFormatError` if there is less."""
         if self.left is not None:
             self.left -= amount
             if self.left < 0:
@@ -331,7 +310,10 @@ class _Document:
         try:
             its_ids = bytes(ids)
         except ValueError:
-            its_ids = _wide_ids(ids)
+            try:
+                its_ids = array("h", ids)
+            except OverflowError:
+                raise ParquetFormatError("a Thrift field has an id that is out of range") from None
         if self.left is not None:
             self.charge(8 * len(ids))
         struct = Struct.__new__(Struct)
@@ -377,27 +359,15 @@ class _Document:
                 elements.append(value)
             return ThriftList(_WIRE_TYPES[code], elements), at
         if code == 11:
-            count, types, at = _map_header(data, at)
-            self.charge(2 * _ELEMENT_BYTES * count)
-            pairs: list[tuple[Any, Any]] = []
-            for _ in range(count):
-                key, at = self.value(types >> 4, at, depth + 1)
-                value, at = self.value(types & 0x0F, at, depth + 1)
-                pairs.append((key, value))
-            return ThriftMap(_WIRE_TYPES[types >> 4], _WIRE_TYPES[types & 0x0F], pairs), at
+            end = pass_value(data, code, at, depth)
+            self.charge(end - at)
+            return bytes(data[at:end]), end
         if code == 4:
             return read_integer(data, at, 16)
         length = _FIXED_LENGTH.get(_WIRE_TYPES[code], 0)
         if not length:
             raise ParquetFormatError(f"Thrift type {code} does not exist")
         return bytes(data[at : at + length]), at + length
-
-
-def _wide_ids(ids: list[int]) -> array[int]:
-    try:
-        return array("h", ids)
-    except OverflowError:
-        raise ParquetFormatError("a Thrift field has an id that is out of range") from None
 
 
 _NOTHING = _Document(b"\0")
@@ -450,10 +420,9 @@ class Structs(Sequence["Struct"]):
 
 
 class Struct:
-    """A struct: bytes whose fields are decoded when they are read, and fields that were set.
+    """A struct: bytes whose fields are decoded when they are read, and fields that were set; for any thread.
 
-    Nested structs, lists and maps that were read stay with it: what is changed in them is changed in it. Any
-    number of threads may read one.
+    What is changed in nested structs and lists that were read is changed in it.
     """
 
     __slots__ = ("_document", "_ids", "_places", "_start", "_values")
@@ -473,10 +442,6 @@ class Struct:
         self._ids = b""
         self._places = b"\0"
         self._values = dict(fields) if fields else None
-
-    def moved_to_start(self) -> None:
-        """Note that the bytes of the struct are all that its document has from now on."""
-        self._start = 0
 
     @property
     def fields(self) -> Mapping[int, Entry]:
@@ -500,13 +465,13 @@ class Struct:
             field_id: _WIRE_TYPES[data[start + place] & 0x0F]
             for field_id, place in zip(self._ids, self._places, strict=False)
         }
-        if self._values:
-            return {field_id: self._type(field_id, types) for field_id in self.ids()}
-        return types
-
-    def _type(self, field_id: int, types: Mapping[int, WireType]) -> WireType:
-        entry = (self._values or {}).get(field_id)
-        return types[field_id] if entry is None else entry[0]
+        values = self._values
+        if not values:
+            return types
+        return {
+            field_id: types[field_id] if (entry := values.get(field_id)) is None else entry[0]
+            for field_id in self.ids()
+        }
 
     def has(self, field_id: int) -> bool:
         """Return whether it has a field."""
@@ -523,10 +488,8 @@ class Struct:
     ) -> Entry | None:
         """Return type and value of a field; what is changed in the value is changed in this struct.
 
-        Args:
-            field_id: Its id.
-            wanted: Types to read, None for all: of a value of another type the type alone is returned.
-            path: As in `read_struct`, from this field on; it is empty for a list whose structs are only located.
+        Of a value whose type is not wanted, the type alone is returned. `path` is as in `read_struct`, from this
+        field on.
         """
         values = self._values
         if values and field_id in values:
@@ -700,11 +663,7 @@ def _in_order(ids: list[int], new: list[int]) -> list[int]:
 
 
 def write_value(wire_type: WireType, value: Any) -> bytes:
-    """Return the bytes of a value; a boolean field has none.
-
-    Raises:
-        ParquetFormatError: A number does not fit into its type.
-    """
+    """Return the bytes of a value; a boolean field has none."""
     if wire_type in _INTEGER_BITS:
         bits = _INTEGER_BITS[wire_type]
         if not -(1 << bits - 1) <= value < 1 << bits - 1:
@@ -727,13 +686,6 @@ def write_value(wire_type: WireType, value: Any) -> bytes:
         if isinstance(value.elements, Structs):
             return header + b"".join(value.elements.written())
         return header + b"".join([write_value(element_type, element) for element in value.elements])
-    if wire_type is _MAP:
-        pieces = [varint(len(value.pairs))]
-        if value.pairs:
-            pieces.append(bytes((value.key_type << 4 | value.value_type,)))
-        for key, item in value.pairs:
-            pieces += write_value(value.key_type, key), write_value(value.value_type, item)
-        return b"".join(pieces)
     return bytes(value)
 
 

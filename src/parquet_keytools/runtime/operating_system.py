@@ -34,15 +34,8 @@ def open_file(
 ) -> int:
     """Open a file, and return its file descriptor.
 
-    Args:
-        path: Its path, or its name in `folder`.
-        flags: As in `os.open`.
-        mode: Its permissions if it is created; Windows ignores them.
-        follow_link: Whether a link in the place of the file is followed.
-        folder: File descriptor of the folder; always None on Windows.
-
-    Raises:
-        OSError: It cannot be opened; with an error number in `NOT_A_FILE` if it is a link.
+    `path` may be a name in `folder`, which is the descriptor of a folder and always None on Windows. A link that
+    is not followed is an `OSError` with a number in `NOT_A_FILE`.
     """
     if not follow_link:
         flags |= _NO_LINK
@@ -102,11 +95,7 @@ def open_folder(path: str | os.PathLike[str]) -> int | None:
 
 
 def open_folder_within(folder: int | None, name: str, path: str) -> int | None:
-    """Return a file descriptor of a folder in a folder (None on Windows); a link is not followed.
-
-    Raises:
-        OSError: It cannot be opened; with number ELOOP or ENOTDIR if it is a link.
-    """
+    """Return a file descriptor of a folder in a folder (None on Windows); a link is ELOOP or ENOTDIR."""
     if sys.platform != "win32" and POSIX:
         return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     # Junctions are no links to Python 3.11.
@@ -139,16 +128,7 @@ def wait_for_lock(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def locked_path(path: str | os.PathLike[str], timeout_seconds: float = -1) -> Iterator[None]:
-    """Hold a lock by the path of its file, for Windows.
-
-    Args:
-        path: The file, which is created, and removed at the end.
-        timeout_seconds: How long to wait for another holder; negative for ever.
-
-    Raises:
-        TimeoutError: Another process held it longer.
-        OSError: The file system failed.
-    """
+    """Hold a lock by the path of its file, for Windows; negative to wait for ever for other holders."""
     # Not on POSIX, because filelock does not open locks by descriptor of their folder.
     from filelock import FileLock
 
@@ -187,26 +167,13 @@ def change_mode(descriptor: int, mode: int) -> None:
 
 
 def change_owner(descriptor: int, user_id: int, group_id: int) -> None:
-    """Set owner and group of an open file, not on Windows; -1 leaves one as it is.
-
-    Raises:
-        PermissionError: This user may not.
-    """
+    """Set owner and group of an open file, not on Windows; -1 leaves one as it is."""
     if sys.platform != "win32" and POSIX:
         os.fchown(descriptor, user_id, group_id)
 
 
 def copy_attributes(new: int, old: int, wanted: Callable[[str], bool]) -> list[str]:
-    """Copy extended attributes between open files, as far as this user may; only on Linux.
-
-    Args:
-        new: File descriptor of the new file.
-        old: File descriptor of the old file.
-        wanted: Whether an attribute of this name is copied.
-
-    Returns:
-        The names of attributes that could not be copied.
-    """
+    """Copy wanted extended attributes to a new file, only on Linux; return the names of those that are lost."""
     lost: list[str] = []
     if sys.platform == "linux" and hasattr(os, "listxattr"):
         names: list[str] = []

@@ -81,13 +81,7 @@ def install_hint(extra: str) -> str:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return a path with a leading `~` or `~user` replaced by a home folder.
-
-    As in a shell, `~name` stays as it is if there is no such user.
-
-    Raises:
-        FileNotFoundError: This user has no home folder, as in some containers.
-    """
+    """Return a path with a leading `~` or `~user` replaced by a home folder; unknown users stay as in a shell."""
     path = Path(path)
     try:
         return path.expanduser()

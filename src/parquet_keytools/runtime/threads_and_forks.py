@@ -76,9 +76,8 @@ class OwnerProcess:
 class SharedWork:
     """What the processes of one command have in common.
 
-    Attributes:
-        processes: How many share the work, and limits such as concurrent calls of the KMS.
-        someone_waits: Whether this is the command line: a service can wait longer for a KMS that restarts.
+    `processes` share the work, and limits such as concurrent calls of the KMS. `someone_waits` at the command
+    line: a service can wait longer for a KMS that restarts.
     """
 
     processes = 1
@@ -110,10 +109,7 @@ register_at_fork(after_in_child=lambda: _inherited.extend(_begun))
 
 
 class PerProcess(Generic[T]):
-    """Makes an object when it is first needed, and another one in a forked child.
-
-    The child keeps the parent's object, but neither uses nor closes it.
-    """
+    """Makes an object when it is first needed, and another in a forked child, which leaves the parent's alone."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -307,16 +303,9 @@ R = TypeVar("R")
 def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: int) -> None:
     """Have threads work on items, of which each takes the next one by itself; after an error none takes another.
 
-    Handing over each item and its result would take longer than much of the work that is done here.
-
-    Args:
-        work: Is called once by each thread, with an iterator over the items that this thread takes.
-        items: Are made as they are taken, by one thread at a time.
-        threads: How many threads work; the calling one is among them.
-
-    Raises:
-        BaseException: What was raised in the calling thread, else the first error of another one. No thread works
-            then.
+    Handing over each item and its result would take longer than much of the work that is done here. The calling
+    thread is among the threads. Items are made as they are taken, by one thread at a time. Raises what was raised
+    in the calling thread, else the first error of another one; no thread works then.
     """
     shared = _Shared(items)
     pool = ThreadPoolExecutor(max(threads - 1, 1), thread_name_prefix="parquet-keytools")
@@ -342,16 +331,8 @@ def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: 
 def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
     """Return what a function returns for each item, in their order; after an error it is called for no other one.
 
-    The calling thread only waits: no signal, such as of Ctrl-C, interrupts a call that was begun.
-
-    Args:
-        function: Is called by several threads.
-        items: What it is called with.
-        threads: How many threads work, at most.
-
-    Raises:
-        BaseException: What interrupted the calling thread, else the error for the first item that has one. No
-            thread works then.
+    The calling thread only waits: no signal, such as of Ctrl-C, interrupts a call that was begun. Raises what
+    interrupted it, else the error for the first item that has one; no thread works then.
     """
     caller = threading.get_ident()
     results: dict[int, R] = {}
@@ -378,15 +359,7 @@ def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> 
 
 
 def end(pool: Executor, futures: Collection[Future[Any]]) -> None:
-    """Let a pool begin no other call, and wait for the calls that it has begun, also when interrupted.
-
-    Args:
-        pool: The pool.
-        futures: All calls that may be left.
-
-    Raises:
-        KeyboardInterrupt: The wait was interrupted; the calls have ended all the same.
-    """
+    """Let a pool begin no other call, and wait for the calls that it has begun, also when interrupted."""
     interruption: KeyboardInterrupt | None = None
     have_ended = False
     while not have_ended:
@@ -441,11 +414,7 @@ class _Shared(Iterator[T]):
                 self._helper_ended.notify_all()
 
     def wait_for_helpers(self) -> None:
-        """Wait until no thread works, also when interrupted.
-
-        Raises:
-            KeyboardInterrupt: The wait was interrupted; the threads have ended all the same.
-        """
+        """Wait until no thread works, also when interrupted."""
         interruption: KeyboardInterrupt | None = None
         have_ended = False
         while not have_ended:

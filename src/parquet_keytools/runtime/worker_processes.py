@@ -53,11 +53,7 @@ _wanted: contextvars.ContextVar[int | None] = contextvars.ContextVar("parquet_ke
 
 @contextlib.contextmanager
 def command_line_processes(processes: int | None) -> Iterator[None]:
-    """Let `FileWorkers` in the block start processes; only for the command line.
-
-    Args:
-        processes: How many; None for as many as are useful.
-    """
+    """Let `FileWorkers` in the block start processes (None: as many as are useful); only for the command line."""
     token = _wanted.set(processes if _is_safe_to_start_from() else 1)
     try:
         yield
@@ -99,22 +95,14 @@ def available_processors() -> int:
 
 
 class UntilKmsFails(Generic[R]):
-    """Calls a function for files until the KMS fails, and then raises that error for each file, without a call.
-
-    Files that wait for a thread of `FileWorkers` would otherwise wait for the KMS one after the other. Each
-    process has an error of its own.
-    """
+    """Calls a function for files until the KMS fails; files that wait for a thread get that error at once."""
 
     def __init__(self, function: Callable[..., R]) -> None:
         self._function = function
         self._failure: KeytoolsError | None = None
 
     def __call__(self, *arguments: Any) -> R:
-        """Call the function.
-
-        Raises:
-            KmsError: The KMS failed, now or for an earlier file.
-        """
+        """Call the function."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -129,16 +117,10 @@ class UntilKmsFails(Generic[R]):
 class FileWorkers(Generic[T, R]):
     """Calls a function for files, within `command_line_processes` in worker processes.
 
-    Attributes:
-        processes: How many processes work; 1 for this process alone.
-
-    Args:
-        function: It is pickled for worker processes. The pickle has no secrets: a process reads the secrets of a
-            configuration again. What cannot be pickled, such as a configuration with secrets from a pipe, is
-            called in this process.
-        visible: Whether other processes see the same files.
-        prepare: A method of the same object; called in a worker process with the files of each task, before the
-            function.
+    The function is pickled for worker processes without secrets: a process reads the secrets of a configuration
+    again. What cannot be pickled, such as a configuration with secrets from a pipe, and files that are not
+    `visible` to other processes, are for this process alone. `prepare` is a method of the same object; a worker
+    process calls it with the files of each task, before the function.
     """
 
     def __init__(
@@ -197,14 +179,7 @@ class FileWorkers(Generic[T, R]):
             terminating.join()
 
     def outcomes(self, files: Iterable[T]) -> Iterator[tuple[T, R | Exception]]:
-        """Yield each file with the result or exception of the function, in the order of the files.
-
-        After Ctrl-C, files that were begun are yielded before `KeyboardInterrupt` is raised.
-
-        Raises:
-            WorkerProcessEndedError: A process was killed, or cannot be started.
-            ConfigurationError: A process finds another configuration or environment.
-        """
+        """Yield each file with the result or exception of the function, in order; after Ctrl-C, those begun."""
         remaining = iter(files)
         at_once, tasks = 1, 2 * self._threads
         if self.processes > 1:
@@ -274,10 +249,7 @@ def _taken(files: list[T], answer: _Answer[R]) -> Iterator[tuple[T, R | Exceptio
 
 @contextlib.contextmanager
 def _starting_processes() -> Iterator[None]:
-    """Let processes that start in the block import nothing from the current folder, and ignore Ctrl-C.
-
-    The current folder may be anyone's data. On Ctrl-C, the parent lets them finish their files.
-    """
+    """Let processes that start in the block import nothing from the current folder, and ignore Ctrl-C."""
     former = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -316,11 +288,7 @@ def _tables_shared() -> Iterator[None]:
 
 
 def shared_with_workers(table: MutableMapping[K, V]) -> MutableMapping[K, V] | None:
-    """Return a copy of a dictionary that all processes of this command share, for `__reduce__`.
-
-    Returns:
-        None if the pickle is not for worker processes.
-    """
+    """Return, for `__reduce__`, a copy of a dictionary that worker processes share; None for other pickles."""
     serving = _tables.get()
     if serving is None or isinstance(table, DictProxy):
         return None if serving is None else table

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyarrow import fs as pafs
@@ -39,6 +39,9 @@ from parquet_keytools.storage.walk import all_files, names_passed_over
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile
 
+if TYPE_CHECKING:
+    import pyarrow.dataset as ds
+
 # --- Files of a data set, opened on demand, and ahead of scans that will need them ---
 
 OpenMany = Callable[[Sequence[str]], Sequence[OpenedFile]]
@@ -63,14 +66,7 @@ _KEPT = 64
 
 @dataclass
 class _Scan:
-    """A scan in progress.
-
-    Attributes:
-        paths: The files that are not being opened yet, in order.
-        ahead: The files that are open or being opened, and have not been used.
-        batch: Size of the last batch.
-        is_at_end: Whether there are no more paths.
-    """
+    """A scan in progress: files that are not being opened yet, and files that are open and not used."""
 
     paths: Iterator[str]
     ahead: set[str] = field(default_factory=set)
@@ -107,12 +103,7 @@ class FilesAhead:
         self._scans: list[_Scan] = []
 
     def hold(self, paths: Iterable[str]) -> list[OpenedFile]:
-        """Open files now, together, in the caller's thread, and keep them.
-
-        Raises:
-            KeytoolsError: A file cannot be opened; see `open_files`.
-            OSError: A file cannot be read.
-        """
+        """Open files now, together, in the caller's thread, and keep them; errors of `open_files`."""
         paths = list(dict.fromkeys(paths))
         new = [path for path in paths if path not in self._held]
         if new:
@@ -135,13 +126,7 @@ class FilesAhead:
         return path in self._paths
 
     def __getitem__(self, path: str) -> OpenedFile:
-        """Return an open file.
-
-        Raises:
-            FileChangedError: It is not the same file as at its first use, or other columns can be read.
-            KeytoolsError: It cannot be opened; see `open_files`.
-            OSError: It cannot be read.
-        """
+        """Return an open file; `FileChangedError` if it, or which of its columns can be read, has changed."""
         with self._lock:
             self._start_anew_after_fork()
             opened = self._held.get(path) or self._kept.get(path)
@@ -221,10 +206,7 @@ def _open(new_batch: NewBatch, paths: Sequence[str], futures: Sequence[Future[Op
 
 
 def _identity(opened: OpenedFile) -> bytes:
-    """Return a hash of everything that must not change, because Arrow keeps metadata for the next scan.
-
-    Key metadata may change: rotation writes another footer under the same DEK, for the same data.
-    """
+    """Return a hash of everything that must not change between scans; rotation changes key metadata only."""
     digest = hashlib.sha256()
     envelope = opened.footer.envelope
     if opened.is_encrypted:
@@ -319,6 +301,10 @@ class DelegatingHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         raise NotImplementedError("Parquet files are not appended to")
 
 
+Reopen = Callable[[list[str], pa.Schema], "ds.Dataset"]
+"""Makes a data set of these files with this schema, in another process."""
+
+
 class ViewHandler(DelegatingHandler):
     """Opens views of files whose footers were verified, and no other files.
 
@@ -326,10 +312,16 @@ class ViewHandler(DelegatingHandler):
     column with nulls.
     """
 
-    def __init__(self, filesystem: pafs.FileSystem, files: FilesAhead, *, denied_columns: str) -> None:
+    partitioning: ds.Partitioning | None = None
+    """How a data set reads the names of its folders and files as values."""
+
+    def __init__(
+        self, filesystem: pafs.FileSystem, files: FilesAhead, denied_columns: str, reopen: Reopen | None
+    ) -> None:
         """Serve files; `denied_columns` is the setting of the configuration."""
         super().__init__(filesystem)
-        self._files = files
+        self.files = files
+        self.reopen = reopen
         self._denied_columns = denied_columns
         self._pages = PageCache()
         self._lock = ForkSafeLock()
@@ -338,18 +330,18 @@ class ViewHandler(DelegatingHandler):
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
         """Return the types of some paths. The length of a view is unknown before it is opened."""
         return [
-            pafs.FileInfo(path, pafs.FileType.File) if path in self._files else info
+            pafs.FileInfo(path, pafs.FileType.File) if path in self.files else info
             for path, info in zip(paths, super().get_file_info(paths), strict=True)
         ]
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open the view of a file."""
-        if path not in self._files:
+        if path not in self.files:
             raise ParquetFormatError(
                 "the file was not there when the data set was opened.", path=path, hint="Open it again."
             )
         with in_use():
-            opened = self._files[path]
+            opened = self.files[path]
             file = self.filesystem.open_input_file(path)
             source: ByteSource = ArrowSource(path, file, file.size())
             if not opened.location.is_local:
@@ -375,10 +367,7 @@ class ViewHandler(DelegatingHandler):
 
 
 class SourceInParts:
-    """A source on another machine: parts of long ranges are read at the same time.
-
-    Arrow reads ranges of its own files at the same time, but ranges of a Python file one by one.
-    """
+    """A source on another machine whose long ranges are read in parts, at once: Arrow reads one at a time."""
 
     def __init__(self, source: ByteSource) -> None:
         self.path = source.path
@@ -584,11 +573,7 @@ class PendingHandler(DelegatingHandler):
                 self._replaced_in = identity_of_folder(self._folder.path)
 
     def commit(self) -> list[FileLocation]:
-        """Put all files in their places, then delete what they replace.
-
-        Raises:
-            Exception: The first error since this handler was made.
-        """
+        """Put all files in their places, then delete what they replace; raise the first error so far."""
         if self._failure is not None:
             raise self._failure
         put_all_in_place(

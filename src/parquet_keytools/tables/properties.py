@@ -62,10 +62,7 @@ _NAMING_OPTIONS = ("flavor", "use_compliant_nested_type", "version", "store_sche
 
 
 def arrow_leaf_paths(schema: pa.Schema, write_options: Mapping[str, Any] | None = None) -> list[ColumnPath]:
-    """Return the paths of the leaf columns that pyarrow writes for a schema, in the order of their ordinals.
-
-    Some options of the writer change names.
-    """
+    """Return the paths of the leaf columns that pyarrow writes for a schema; some options change names."""
     options = {name: value for name, value in (write_options or {}).items() if name in _NAMING_OPTIONS}
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, schema, **options):
@@ -163,24 +160,13 @@ class ArrowEncryptor:
         """Make encryption properties for a file that the caller writes; see `Keytools.encryption_properties`."""
         policy = self.keys.policy(table_name, arrow_leaf_paths(schema), partial(labels_of_schema, schema))
         with audit.about(location):
-            return self.properties_of(policy)
+            return self.made_for(policy)[0]
 
-    def properties_of(self, policy: TablePolicy) -> pq.FileEncryptionProperties:
-        """Make encryption properties for one file; wraps keys, on this thread.
+    def made_for(self, policy: TablePolicy) -> tuple[pq.FileEncryptionProperties, tuple[Any, Any, Any]]:
+        """Wrap keys, on this thread; return properties for one file, and arguments of `ParquetEncryptionConfig`.
 
-        Raises:
-            UnsupportedByArrowError: pyarrow does not support what the table asks for.
-            KmsError: A key cannot be wrapped.
+        With these, pyarrow has all KEKs, and makes no KMS call for a data set.
         """
-        return self._make(policy)[0]
-
-    def data_set_configuration(
-        self, policy: TablePolicy
-    ) -> tuple[pe.CryptoFactory, pe.KmsConnectionConfig, pe.EncryptionConfiguration]:
-        """Return the arguments of `ParquetEncryptionConfig`; pyarrow has all KEKs then, and makes no KMS call."""
-        return self._make(policy)[1]
-
-    def _make(self, policy: TablePolicy) -> tuple[pq.FileEncryptionProperties, tuple[Any, Any, Any]]:
         limits = arrow_limits(policy)
         if limits:
             raise UnsupportedByArrowError(limits, hint="Keytools.writer and Keytools.filesystem can.")
@@ -260,13 +246,7 @@ def decryption_properties(
     table_name: str | None,
     aad_prefix: str | bytes | None,
 ) -> pq.FileDecryptionProperties:
-    """Unwrap the keys of some columns, or of all, and return properties that know these keys only.
-
-    Raises:
-        UnsupportedByArrowError: pyarrow cannot decrypt the file by itself.
-        ColumnAccessDeniedError: One of the columns cannot be read.
-        ValueError: The file has no column of a name.
-    """
+    """Unwrap the keys of some columns, or of all, and return properties that know these keys only."""
     opened = _opened(
         keys, location, columns, table_name, aad_prefix, _refuse_for_arrow, method="decryption_properties"
     )

@@ -39,7 +39,7 @@ from parquet_keytools.keys.key_wrapping import KmsKeys
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.walk import LeftOutReason, ParquetFile, Unseen, data_set, raise_for_unseen
-from parquet_keytools.tables.file_systems import FOOTER_READ_BYTES, FilesAhead, ViewHandler
+from parquet_keytools.tables.file_systems import FOOTER_READ_BYTES, FilesAhead, Reopen, ViewHandler
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput
 
@@ -58,14 +58,7 @@ Filters = Any
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """What a reader asks for.
-
-    Attributes:
-        columns: Names of columns to read; None for all.
-        filters: The filters, as pyarrow takes them.
-        table_name: The table of the files; None if the configuration has only one.
-        aad_prefix: The AAD prefix that each file must have; None for the prefix of the table.
-    """
+    """What a reader asks for; arguments as of `Keytools.read_table`."""
 
     columns: Sequence[str] | None
     filters: Filters
@@ -102,12 +95,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options of one read.
-
-    Attributes:
-        format: Options of the file format, named as in `pyarrow.parquet.read_table`.
-        table: Options of a read into a table: `use_threads`, `use_pandas_metadata`, `schema`, `partitioning`.
-    """
+    """Options of one read: of the file format, named as in `pyarrow.parquet.read_table`, and of the table."""
 
     format: Mapping[str, Any] = field(default_factory=dict)
     table: Mapping[str, Any] = field(default_factory=dict)
@@ -163,21 +151,14 @@ def _schema_for_all(schema: pa.Schema, opened: OpenedFile) -> pa.Schema:
 
 
 def _pandas_index(metadata: Mapping[bytes, bytes] | None) -> list[str]:
-    """Return the index columns of a DataFrame from the metadata of its schema.
-
-    Raises:
-        ValueError, TypeError, KeyError: The metadata is not valid pandas metadata.
-    """
+    """Return the index columns of a DataFrame from the metadata of its schema."""
     if not metadata or b"pandas" not in metadata:
         return []
     return [name for name in json.loads(metadata[b"pandas"])["index_columns"] if isinstance(name, str)]
 
 
 def _refuse_denied_filter(opened: OpenedFile, filters: Filters, *, has_stand_ins: bool) -> None:
-    """Raise `ColumnAccessDeniedError` if filters use a column that cannot be read.
-
-    Filters may use nulls and digests that are shown in place of refused columns.
-    """
+    """Raise `ColumnAccessDeniedError` if filters use a column that cannot be read and has no stand-in."""
     if filters is not None and opened.denied:
         names = columns_mentioned(filters, sorted(opened.denied_top_level))
         opened.refuse_denied(names, hides_refused=has_stand_ins)
@@ -199,14 +180,7 @@ def columns_mentioned(filters: Filters, names: Iterable[str]) -> list[str]:
 
 
 def _dataset_files(folder: FileLocation) -> list[FileLocation]:
-    """Return the files of a data set, in order; an incomplete list is an error, because rows would be missing.
-
-    Raises:
-        FileNotFoundError: The folder does not exist.
-        FileChangedError: A file was removed while the folder was listed.
-        IncompleteDataSetError: A file or folder cannot be read.
-        NoParquetFilesError: There are no Parquet files.
-    """
+    """Return the files of a data set, in order; an incomplete list is an error, because rows would be missing."""
     files: list[FileLocation] = []
     unseen: list[Unseen] = []
     others: list[str] = []
@@ -229,15 +203,8 @@ def _dataset_files(folder: FileLocation) -> list[FileLocation]:
     return files if folder.only else sorted(files, key=lambda file: file.path)
 
 
-Reopen = Callable[[list[str], pa.Schema], ds.Dataset]
-"""Makes a data set of these files with this schema, in another process."""
-
-
 class EncryptedDataset(ds.FileSystemDataset):  # type: ignore[misc]
-    """A data set whose files are opened when they are scanned, some of them ahead of the scan.
-
-    Arrow excludes partitions by the names of folders, and waits for our threads to open the other files.
-    """
+    """A data set whose files are opened when they are scanned, some of them ahead; folders exclude partitions."""
 
     _whole: EncryptedDataset | None = None
     _filter: pc.Expression | None = None
@@ -251,7 +218,7 @@ class EncryptedDataset(ds.FileSystemDataset):  # type: ignore[misc]
     def scanner(self, columns: Any = None, filter: Any = None, *more: Any, **options: Any) -> SafeScanner:
         """Return a scanner, and begin to open its files."""
         fragments = self.unfiltered_fragments(filter)
-        self.filesystem.handler.opened.read_ahead(fragment.path for fragment in fragments)
+        self.filesystem.handler.files.read_ahead(fragment.path for fragment in fragments)
         return SafeScanner(super().scanner(columns, filter, *more, **options))
 
     def unfiltered_fragments(self, filter: Any = None) -> Iterator[ds.Fragment]:
@@ -310,26 +277,8 @@ class SafeScanner:
         return self.to_reader().__arrow_c_stream__(requested_schema)
 
 
-class _DataSetHandler(ViewHandler):
-    """Serves the views of the files of a data set."""
-
-    def __init__(
-        self, filesystem: pafs.FileSystem, opened: FilesAhead, denied_columns: str, reopen: Reopen | None
-    ) -> None:
-        super().__init__(filesystem, opened, denied_columns=denied_columns)
-        self.opened = opened
-        self.reopen = reopen
-        self.partitioning: ds.Partitioning | None = None
-
-
 class _DataSetFiles:
-    """The files of a folder, from which `dataset` makes a data set.
-
-    Attributes:
-        paths: Paths of the files.
-        hidden: Top-level columns that the data set leaves out, once there is one.
-        names: All top-level columns, once there is a data set.
-    """
+    """The files of a folder, from which `dataset` makes a data set; then `names` has all top-level columns."""
 
     def __init__(
         self,
@@ -373,19 +322,14 @@ class _DataSetFiles:
     ) -> EncryptedDataset:
         """Return the data set.
 
-        This opens the first file, for the schema, and with `knows_denied` all files that the filters leave.
-
-        Args:
-            partitioning: As `pyarrow.dataset.dataset` takes it.
-            schema: Schema of the data set; None for the schema of the first file.
-            knows_denied: Whether the schema must leave out all columns that cannot be read.
-            reads_folder_names: Whether folders may give values to columns; None if they do by `partitioning`.
-            reopen: Makes the data set again in another process.
+        This opens the first file, for the schema, and with `knows_denied`, for a schema without columns that
+        cannot be read, all files that the filters leave. Without `reads_folder_names`, `partitioning` says whether
+        folders may give values to columns. `reopen` makes the data set again in another process.
         """
         request, paths = self._request, self.paths
         self._reads_folder_names = partitioning is not None if reads_folder_names is None else reads_folder_names
         (first,) = self.opened.hold(paths[:1])
-        handler = _DataSetHandler(self._folder.filesystem, self.opened, self._denied_columns, reopen)
+        handler = ViewHandler(self._folder.filesystem, self.opened, self._denied_columns, reopen)
         filesystem = pafs.PyFileSystem(handler)
         file_format = self._options.file_format()
         options = _factory_options(self._folder, partitioning)
@@ -461,12 +405,7 @@ def open_dataset(
     paths: Sequence[str] | None,
     reopen: Reopen,
 ) -> ds.Dataset:
-    """Return a data set of encrypted files; see `Keytools.dataset`.
-
-    Raises:
-        ColumnAccessDeniedError: A column of the data set cannot be read.
-        FolderNameError: The name of a folder gives values to a column that is under a key.
-    """
+    """Return a data set of encrypted files; see `Keytools.dataset`."""
     knows_denied = request.columns is not None or keys.configuration.denied_columns == "hide"
 
     def make() -> ds.Dataset:
@@ -509,12 +448,7 @@ def _factory_options(folder: FileLocation, partitioning: Any) -> ds.FileSystemFa
 
 
 def read_table(keys: KeyService, location: FileLocation, request: ReadRequest, options: ReadOptions) -> pa.Table:
-    """Read a file, or a folder as a data set; see `Keytools.read_table`.
-
-    Raises:
-        ColumnAccessDeniedError: A column of the request or of a filter cannot be read.
-        DecryptionError: A part of the file does not authenticate.
-    """
+    """Read a file, or a folder as a data set; see `Keytools.read_table`."""
     return read_again_if_changed(lambda: _read_table(keys, location, request, options))
 
 
@@ -610,11 +544,7 @@ class PolarsSource:
     def to_batches(
         self, columns: Sequence[str] | None = None, filter: Any = None, **options: Any
     ) -> Iterator[pa.RecordBatch]:
-        """Scan; see `pyarrow.dataset.Dataset.to_batches`.
-
-        By default, Arrow decodes two million rows ahead, however few threads there are. The new memory costs more
-        than waiting.
-        """
+        """Scan; Arrow would decode two million rows ahead, whose new memory costs more than waiting."""
         options.setdefault("batch_readahead", min(_BATCHES_AHEAD, _BATCHES_AHEAD_OF_A_THREAD * pa.cpu_count()))
         names = list(self.schema.names if columns is None else columns)
         wanted = dict.fromkeys(names)

@@ -232,11 +232,7 @@ class EncryptedParquetWriter:
 
 
 def without_ours(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options for pyarrow's Parquet writer, without options that are set here and given as None.
-
-    Raises:
-        TypeError: An option is set here, or is one name in place of a list.
-    """
+    """Return options for pyarrow's Parquet writer, without options that are set here and given as None."""
     for name in _OURS.keys() & options.keys():
         if options[name] is not None:
             raise TypeError(f"{name} is not supported: {_OURS[name]}")
@@ -298,7 +294,7 @@ class _ByArrow:
         schema: pa.Schema,
         options: Mapping[str, Any],
     ) -> None:
-        properties = encryptor.properties_of(policy)
+        properties = encryptor.made_for(policy)[0]
         self._new = NewKeyMaterial(pending.target)
         self._row_groups = 0
         self._stream = pending.open_stream()
@@ -451,10 +447,7 @@ def as_stream(data: Any) -> pa.Table | pa.RecordBatchReader:
 
 
 def row_groups_of(source: pa.Table | pa.RecordBatchReader, row_group_rows: int | None) -> Iterator[pa.Table]:
-    """Yield a table as it is, or a stream as tables of a few row groups: its batches may be small.
-
-    Without `row_group_rows`, a row group of a stream ends after `_STREAM_ROWS` rows or `_STREAM_BYTES`.
-    """
+    """Yield a table as it is, or a stream as tables of a few row groups: its batches may be small."""
     if isinstance(source, pa.Table):
         yield source
         return
@@ -570,11 +563,7 @@ class LabelsOfData:
         self._names = frozenset(schema.names)
 
     def refuse_others(self, schema: pa.Schema) -> None:
-        """Refuse data with a label that the schema did not have: its column may be plaintext.
-
-        Raises:
-            ConfigurationError: A field has another label.
-        """
+        """Refuse data with a label that the schema did not have: its column may be plaintext."""
         if self._field is None or schema is self._seen:
             return
         for path, label in labels_of_schema(schema, self._field).items():
@@ -590,13 +579,7 @@ class LabelsOfData:
 def _labels_of_data(
     encryptor: ArrowEncryptor, table_name: str | None, schema: pa.Schema, data: Any
 ) -> LabelsOfData:
-    """Return the labels of a schema; refuse a `pyarrow.dataset.Dataset` with a file that has others.
-
-    The schema of a data set usually is the schema of its first file.
-
-    Raises:
-        ConfigurationError: A field of a file has another label; or the data set is filtered, and hides its files.
-    """
+    """Return the labels of a schema, usually of the first file; refuse a data set with a file that has others."""
     _, table = encryptor.keys.configuration.select_table(table_name)
     labels = LabelsOfData(table.labels.field, schema)
     if table.labels.field is not None and hasattr(data, "get_fragments"):
@@ -675,7 +658,7 @@ def write_dataset(
         keys.wrap_keks(policy)
         encryption = None
     else:
-        encryption = ds.ParquetEncryptionConfig(*encryptor.data_set_configuration(policy))
+        encryption = ds.ParquetEncryptionConfig(*encryptor.made_for(policy)[1])
     file_options = ds.ParquetFileFormat().make_write_options(encryption_config=encryption, **write_options)
     handler = PendingHandler(
         folder,

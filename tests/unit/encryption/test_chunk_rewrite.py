@@ -120,7 +120,7 @@ def test_page_indexes_are_laid_out_after_their_pages(
     chunk.offset_index_offset, chunk.offset_index_length = offset_index, 20
     chunk.column_index_offset, chunk.column_index_length = column_index, 10
     rewrite = ChunkRewrite(chunk, chunk.meta_data, None, None)
-    found = in_order(MemorySource(bytes(1_000)), [(row_group, [rewrite])], 500, None)
+    found = in_order([(row_group, [rewrite])], 500, None)
     assert [region.kind for region in found] == order
 
 

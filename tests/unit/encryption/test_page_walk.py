@@ -13,7 +13,7 @@ from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.encryption.module_cipher import ChunkCipher, ModuleCipher
-from parquet_keytools.encryption.page_walk import ChunkPages, read_first_page, walk_chunk
+from parquet_keytools.encryption.page_walk import ChunkPages, HeaderWindow, Page, walk_chunk, walk_pages
 from parquet_keytools.encryption.protection import Algorithm
 from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.structs import PageHeader
@@ -75,17 +75,26 @@ def test_no_page_goes_on_after_its_chunk(algorithm: Algorithm | None) -> None:
     assert chunk.walk(chunk.end - 1, chunk.end).source_end == chunk.end
 
 
+def first_page(
+    source: MemorySource, start: int, end: int, reader: ChunkCipher, *, expects_dictionary_page: bool
+) -> Page:
+    window = HeaderWindow(source, start, end)
+    return next(
+        walk_pages(window, start, end, reader, expects_dictionary_page=expects_dictionary_page, path="x.parquet")
+    )
+
+
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 def test_neither_does_the_first_page(algorithm: Algorithm) -> None:
     chunk = Chunk(algorithm)
     assert chunk.cipher is not None
-    page = read_first_page(chunk.source, chunk.start, chunk.end, chunk.cipher, expects_dictionary_page=True)
-    page_end = page.offset + page.header.compressed_page_size
+    page = first_page(chunk.source, chunk.start, chunk.end, chunk.cipher, expects_dictionary_page=True)
+    page_end = page.offset + page.facts.page_length
     for end in range(chunk.start + 1, page_end):
         what = "the page at byte 4 goes on after its chunk" if end >= page.offset else "its chunk"
         with pytest.raises(ParquetFormatError, match=what):
-            read_first_page(chunk.source, chunk.start, end, chunk.cipher, expects_dictionary_page=True)
-    assert read_first_page(chunk.source, chunk.start, page_end, chunk.cipher, expects_dictionary_page=True) == page
+            first_page(chunk.source, chunk.start, end, chunk.cipher, expects_dictionary_page=True)
+    assert first_page(chunk.source, chunk.start, page_end, chunk.cipher, expects_dictionary_page=True) == page
 
 
 DATA, DICTIONARY = PageHeader.DATA_PAGE, PageHeader.DICTIONARY_PAGE
@@ -127,8 +136,8 @@ def test_the_first_page_is_read_whatever_the_metadata_names(page_type: int, expe
     source, reader = sealed(first, second)
     pages = walked(source, reader, expects_dictionary_page=expects_dictionary_page)
     assert (pages.count, pages.has_dictionary_page) == (2, page_type == DICTIONARY)
-    found = read_first_page(source, 0, source.size_bytes, reader, expects_dictionary_page=expects_dictionary_page)
-    assert found.header.type == page_type
+    found = first_page(source, 0, source.size_bytes, reader, expects_dictionary_page=expects_dictionary_page)
+    assert found.facts.page_type == page_type
 
 
 @pytest.mark.parametrize("place", [ModulePlace(DICTIONARY_HEADER, 0, 0), ModulePlace(DATA_HEADER, 0, 0, 0)])

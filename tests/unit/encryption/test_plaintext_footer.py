@@ -22,7 +22,7 @@ from parquet_keytools import Keytools
 from parquet_keytools.conformance.report import Outcome
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.errors import FooterSignatureError, UnsupportedByArrowError, VisibleMetadataError
-from parquet_keytools.format.schema_key_values import schema_alone, spark_schema_alone
+from parquet_keytools.format.partial_footers import schema_alone, spark_schema_alone
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 

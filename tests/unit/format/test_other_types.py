@@ -19,7 +19,7 @@ from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryptio
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.errors import ParquetFormatError
 from parquet_keytools.format.structs import FileMetaData
-from parquet_keytools.format.thrift import Struct, ThriftList, ThriftMap, WireType
+from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 
 _TABLE = pa.table({"a": [i % 7 for i in range(100)], "b": [[1], None] * 50, "c": [{"d": "x"}] * 100})
 _BOOL = (WireType.TRUE, WireType.FALSE)
@@ -32,7 +32,7 @@ _OTHERS: list[tuple[WireType, Any]] = [
     (WireType.STRUCT, Struct()),
     (WireType.LIST, ThriftList(WireType.I32, [1, 2])),
     (WireType.SET, ThriftList(WireType.BINARY, [b""])),
-    (WireType.MAP, ThriftMap(WireType.I32, WireType.I32, [(1, 2)])),
+    (WireType.MAP, b"\x01\x55\x02\x04"),
     (WireType.DOUBLE, bytes(8)),
 ]
 
