@@ -38,7 +38,7 @@ NEEDS_NEWER: dict[str, list[str]] = {
     "pyarrow before 23 neither writes nor finds external key material": [
         "tamper/test_attacks.py::test_pyarrow",
         "tamper/test_rotation_concurrency.py::test_eight_rotate_and_four_read",
-        "unit/tables/test_call_counts.py::test_50_files_cost_6_wraps_and_6_unwraps[encryption_properties]",
+        "unit/tables/test_call_counts.py::test_many_files_cost_6_wraps_and_6_unwraps[encryption_properties]",
         "unit/rotation/test_rekeying.py::test_other_readers_read_it[external]",
         "unit/rotation/test_rotate.py::test_encoded_master_key_ids_stay_encoded[external]",
         "unit/rotation/test_rotate.py::test_everything_reads_when_the_old_version_is_disabled[external-*",
@@ -102,7 +102,6 @@ NEEDS_NEWER: dict[str, list[str]] = {
     "typer 0.16 imports Rich at once": [
         "unit/cli/test_inspect_verify.py::test_inspect_without_keys_imports_no_pyarrow",
         "unit/cli/test_main.py::test_help_imports_nothing_slow",
-        "unit/cli/test_main.py::test_importing_the_command_line_imports_nothing_slow",
     ],
     "fsspec 2024.2 fails at a link to itself": [
         "unit/view/test_linked_folders.py::test_what_links_lead_to_stays[contents-dir]",

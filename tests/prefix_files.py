@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from key_services import key_service
 
 from parquet_keytools import Keytools
 from parquet_keytools.config.labels import no_field_labels
@@ -44,8 +45,9 @@ def write(
     table = data() if table is None else table
     pq.write_table(table, plain, row_group_size=10)
     location = FileLocation.resolve(path)
-    policy = tools._keys.policy(table_name, [(name,) for name in table.column_names], no_field_labels)
-    new = tools._keys.new_file_keys(policy, location)
+    keys = key_service(tools)
+    policy = keys.policy(table_name, [(name,) for name in table.column_names], no_field_labels)
+    new = keys.new_file_keys(policy, location)
     encryption = replace(new.encryption, aad_prefix=prefix, aad_file_unique=unique)
     sink = MemorySink()
     file_encryption.encrypt_source(MemorySource(plain.getvalue().to_pybytes()), sink, encryption)

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
+from key_services import key_service
 
 from parquet_keytools import Keytools
 from parquet_keytools.encryption.footer import read_envelope
@@ -190,7 +191,7 @@ def data_range(path: Path) -> bytes:
 
 def materials(tools: Keytools, path: Path) -> list[KeyMaterial]:
     """Return the key material of a file as it is stored: the footer's, and then those of columns."""
-    (opened,) = tools._keys.open_files([FileLocation.resolve(path)])
+    (opened,) = key_service(tools).open_files([FileLocation.resolve(path)])
     metadata = [opened.footer.key_metadata, *(c.key_metadata for c in opened.footer.columns if c.key_metadata)]
     found = [opened.retriever.parsed(item) for item in metadata]
     external = opened.retriever.key_materials or {}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from key_services import key_service
 from memory_files import MemorySource
 
 from parquet_keytools import Keytools
@@ -61,7 +62,7 @@ class ViewCase:
 
     def view(self, path: Path, **reading: Any) -> PlainFile:
         keytools = self.keytools(**reading)
-        return open_plain_file(keytools._keys, FileLocation.resolve(path), cache=PageCache())
+        return open_plain_file(key_service(keytools), FileLocation.resolve(path), cache=PageCache())
 
 
 def whole(file: PlainFile) -> bytes:

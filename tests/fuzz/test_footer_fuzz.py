@@ -62,7 +62,7 @@ def _mutants(draw: st.DrawFn) -> bytes:
 
 
 @given(_mutants())
-@settings(max_examples=how_many(400, 10_000))
+@settings(max_examples=how_many(150, 10_000))
 def test_mutants_end_in_our_errors(data: bytes) -> None:
     start = time.process_time()
     try:
@@ -82,7 +82,7 @@ def test_mutants_end_in_our_errors(data: bytes) -> None:
 
 
 @given(st.binary(max_size=500), st.sampled_from([b"PAR1", b"PARE"]))
-@settings(max_examples=how_many(200, 10_000))
+@settings(max_examples=how_many(80, 10_000))
 def test_any_footer_ends_in_a_format_error(footer: bytes, magic: bytes) -> None:
     data = magic + footer + len(footer).to_bytes(4, "little") + magic
     with contextlib.suppress(KeytoolsError):

@@ -199,7 +199,7 @@ def test_what_is_set_is_written_as_if_all_had_been_read(footer: bytes, draw: st.
 
 
 every = settings(
-    max_examples=how_many(100, 20_000),
+    max_examples=how_many(60, 20_000),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from key_services import key_service
 from memory_files import MemorySink, MemorySource, decrypt_source
 from soak import how_many
 from vector_kit.good_files import good_vectors
@@ -36,7 +37,7 @@ from parquet_keytools.errors import KeytoolsError, ParquetFormatError
 from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_struct
 from parquet_keytools.storage.locations import FileLocation
 
-MUTANTS = how_many(300, 100_000)
+MUTANTS = how_many(100, 100_000)
 BASES = ("column-keys", "uniform", "plaintext-footer", "v2-pages", "nested", "zstd", "double-wrapping", "ctr-crc")
 """Every byte of these is authenticated, or covered by a CRC, or stands where the rules look at it."""
 
@@ -55,7 +56,7 @@ class Base:
 
 
 def finder(keytools: Keytools) -> MaterialFinder:
-    found = finder_of(keytools._keys, FileLocation.resolve("/nowhere/mutant.parquet"))
+    found = finder_of(key_service(keytools), FileLocation.resolve("/nowhere/mutant.parquet"))
     assert found is not None
     return found
 

@@ -45,7 +45,7 @@ def _general(data: bytes) -> PageHeader | None:
 
 
 @given(st.one_of(st.binary(max_size=120), _MUTANTS))
-@settings(max_examples=how_many(300, 20_000))
+@settings(max_examples=how_many(100, 20_000))
 def test_what_a_header_says_is_what_its_record_says(data: bytes) -> None:
     expected = _general(data)
     try:
@@ -148,7 +148,7 @@ def test_whether_the_values_of_a_v2_page_are_compressed(is_compressed: bool, fie
 
 
 @given(st.one_of(st.binary(max_size=120), _MUTANTS, _LIKE_WRITTEN))
-@settings(max_examples=how_many(200, 20_000))
+@settings(max_examples=how_many(80, 20_000))
 def test_the_contents_of_a_page_are_what_its_records_say(data: bytes) -> None:
     try:
         facts = read_page_header(memoryview(data), 0)
@@ -162,7 +162,7 @@ def test_the_contents_of_a_page_are_what_its_records_say(data: bytes) -> None:
 
 
 @given(st.one_of(st.binary(max_size=400), _MUTANTS), st.booleans())
-@settings(max_examples=how_many(300, 20_000))
+@settings(max_examples=how_many(100, 20_000))
 def test_any_chunk_is_walked_or_refused(data: bytes, is_encrypted: bool) -> None:
     cipher = ChunkCipher(ModuleCipher(SecretBytes(bytes(16)), b""), Algorithm.AES_GCM_V1, 0, 0)
     try:
@@ -181,7 +181,7 @@ def test_any_chunk_is_walked_or_refused(data: bytes, is_encrypted: bool) -> None
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=how_many(300, 20_000))
+@settings(max_examples=how_many(100, 20_000))
 def test_any_offset_index_is_moved_or_refused(data: bytes) -> None:
     with contextlib.suppress(ParquetFormatError):
         move_pages(data, {0: (4, 1), 1: (5, 1)})

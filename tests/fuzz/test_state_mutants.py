@@ -39,7 +39,7 @@ from parquet_keytools.rotation.rotate import footer_of
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation
 
-MUTANTS = how_many(500, 200_000)
+MUTANTS = how_many(250, 200_000)
 NAMES = ("kf", "ka", "kb", "kc")
 TABLE = pa.table({"a": [1, 2], "b": ["x", "y"]})
 KEYS = {name: [f"{name} version {number}".ljust(32).encode() for number in (1, 2)] for name in NAMES}

@@ -53,7 +53,7 @@ _VALUES = st.one_of(
 
 
 @given(_structs(st.recursive(_VALUES, _nested, max_leaves=30)))
-@settings(max_examples=how_many(100, 10_000))
+@settings(max_examples=how_many(60, 10_000))
 def test_every_struct_is_written_and_read_back(struct: Struct) -> None:
     data = struct.as_bytes()
     assert read_struct(data) == (struct, len(data))
@@ -65,7 +65,7 @@ def test_every_struct_is_written_and_read_back(struct: Struct) -> None:
 @example(b"\x1c" * 2_000)
 @example(b"\x18" + b"\x80" * 1_999)
 @example(b"\x19\xf9\x10" * 600)
-@settings(max_examples=how_many(200, 20_000))
+@settings(max_examples=how_many(80, 20_000))
 def test_any_bytes_end_in_a_struct_or_a_format_error(data: bytes) -> None:
     try:
         struct, end = read_struct(data)
@@ -79,7 +79,7 @@ def test_any_bytes_end_in_a_struct_or_a_format_error(data: bytes) -> None:
 
 
 @given(_structs(_VALUES), st.data())
-@settings(max_examples=how_many(100, 10_000))
+@settings(max_examples=how_many(60, 10_000))
 def test_a_struct_that_is_cut_off_is_refused(struct: Struct, data: st.DataObject) -> None:
     whole = struct.as_bytes()
     cut = data.draw(st.integers(0, len(whole) - 1))

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 import pytest
+from key_services import key_service
 from prefix_files import UNIQUE, aad_fields, data, document, present, write
 from pyarrow_versions import DECRYPTS_IN_THREADS
 from typer.testing import CliRunner
@@ -214,7 +215,7 @@ def test_files_of_both_forms_keep_theirs_through_rotation_and_rekey(
         assert (shown, supply) == (fields[0], fields[2])
         assert unique is not None and len(unique) == 8 and unique != UNIQUE
         assert keytools.read_table(path).equals(data())
-        (opened,) = keytools._keys.open_files([_location(path)], None, None)
+        (opened,) = key_service(keytools).open_files([_location(path)], None, None)
         assert opened.footer.aad_prefix == prefix
 
 
@@ -242,7 +243,7 @@ def test_a_file_of_before_gets_the_delimiter_with_its_new_table(tmp_path: Path, 
             shown, unique, supply = aad_fields(made)
             assert (shown, supply) == ((None, True) if layout == "supplied" else (b"u/part1\0", False))
             assert unique is not None and len(unique) == 8
-            (opened,) = keytools._keys.open_files([_location(made)], "u", None)
+            (opened,) = key_service(keytools).open_files([_location(made)], "u", None)
             assert opened.footer.aad_prefix == b"u/part1\0"
 
 
@@ -256,7 +257,7 @@ def test_what_is_written_ends_in_nul(tmp_path: Path, layout: str) -> None:
         paths = [tmp_path / "a", tmp_path / "b", *(tmp_path / "set").glob("*.parquet")]
         assert len(paths) == 3
         for path in paths:
-            (opened,) = keytools._keys.open_files([_location(path)], None, None)
+            (opened,) = key_service(keytools).open_files([_location(path)], None, None)
             assert opened.footer.aad_prefix == delimited_prefix(f"t/{path.name}")
             assert len(opened.footer.envelope.aad_file_unique or b"") == 8
             assert keytools.read_table(path, aad_prefix=f"t/{path.name}").equals(data())
@@ -270,7 +271,7 @@ def test_a_prefix_of_bytes_in_every_reader(prefix: bytes, is_stored: bool, tmp_p
     # The table says it in the text form.
     with tools(aad_prefix=text, store_aad_prefix=is_stored) as keytools:
         keytools.write_table(data(), path)
-        (opened,) = keytools._keys.open_files([_location(path)], None, None)
+        (opened,) = key_service(keytools).open_files([_location(path)], None, None)
         assert opened.footer.aad_prefix == prefix.removesuffix(b"\0") + b"\0"
         assert keytools.read_table(path).equals(data())
         assert keytools.verify_file(path).conforms

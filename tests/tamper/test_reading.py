@@ -17,6 +17,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from faults import FaultyKms
+from key_services import key_service
 from pyarrow_versions import DECRYPTS_IN_THREADS
 
 from parquet_keytools import Keytools, parse_configuration
@@ -583,7 +584,7 @@ def file_with_damaged_column(path: Path) -> Path:
     kms = FaultyKms(MASTER_KEYS)
     tools = keytools(kms)
     tools.write_table(TABLE, path, row_group_size=400)
-    opened = tools._keys.open_files([FileLocation.resolve(path)])[0]
+    opened = key_service(tools).open_files([FileLocation.resolve(path)])[0]
     row_groups = opened.footer.row_groups
     module = bytearray(row_groups[1].columns[1].encrypted_column_metadata or b"")
     module[30] ^= 1

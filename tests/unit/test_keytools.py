@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from faults import FaultyKms, TurnedClock
+from key_services import key_service
 from pyarrow_versions import DECRYPTS_IN_THREADS
 
 from parquet_keytools import Keytools, parse_configuration
@@ -370,33 +371,26 @@ def test_after_a_fork_while_threads_hold_locks(tmp_path: Path, data: Path, aad_p
     assert tools.read_table(data / "y.parquet").equals(TABLE)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_of_a_pool(configuration: Path, data: Path, method: str) -> None:
-    """As Dask, Ray and Spark send it: by pickle, several times to the same worker."""
-    tools = Keytools.from_yaml(configuration)
-    use(tools, data)
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context(method)) as pool:
-        futures = [pool.submit(use_beside_another, tools, data) for _ in range(4)]
-        assert [future.result(90) for future in futures] == [100] * 4
-    assert tools.read_table(data).num_rows >= 300
-
-
 def refused(tools: Keytools, path: Path) -> int:
     assert tools.kms is not None
     tools.kms.deny("kc")  # type: ignore[attr-defined]
     return tools.read_table(path).num_rows
 
 
-def test_an_error_comes_back_from_a_worker(configuration: Path, data: Path) -> None:
-    """An exception that does not unpickle breaks the whole pool."""
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
+def test_workers_of_a_pool(configuration: Path, data: Path, method: str, workers: int) -> None:
+    """As Dask, Ray and Spark send it: by pickle, several times to the same worker."""
     tools = Keytools.from_yaml(configuration)
+    use(tools, data)
     tools.write_table(TABLE, data / "x.parquet")
-    with (
-        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool,
-        pytest.raises(KeytoolsError, match="access denied") as caught,
-    ):
-        pool.submit(refused, tools, data / "x.parquet").result(90)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method)) as pool:
+        futures = [pool.submit(use_beside_another, tools, data) for _ in range(4)]
+        assert [future.result(90) for future in futures] == [100] * 4
+        # An exception that does not unpickle would break the whole pool.
+        with pytest.raises(KeytoolsError, match="access denied") as caught:
+            pool.submit(refused, tools, data / "x.parquet").result(90)
     assert caught.value.columns == ("b",)  # type: ignore[attr-defined]
+    assert tools.read_table(data).num_rows >= 300
 
 
 def test_a_data_key_for_footer_and_column_is_the_footers(tmp_path: Path) -> None:
@@ -417,7 +411,7 @@ def test_a_data_key_for_footer_and_column_is_the_footers(tmp_path: Path) -> None
     )
     path = tmp_path / "x.parquet"
     tools.write_table(pa.table({"a": [1], "b": [2]}), path)
-    footer = tools._keys.open_files([FileLocation.resolve(path)])[0].footer
+    footer = key_service(tools).open_files([FileLocation.resolve(path)])[0].footer
     kinds = {column.path: column.encryption.name for column in footer.columns}
     assert kinds == {("a",): "FOOTER_KEY", ("b",): "COLUMN_KEY"}
     assert tools.read_table(path).to_pydict() == {"a": [1], "b": [2]}

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from key_services import key_service
 from memory_files import MemorySource, decrypted
 from soak import SOAK
 from test_public_files import FILES, keys_of
@@ -52,7 +53,9 @@ def test_every_plain_file_comes_back_through_its_view(
 ) -> None:
     algorithm, plaintext_footer, layout = way
     seen = 0
-    for path in sorted(parquet_test_data.glob("*.parquet")):
+    for number, path in enumerate(sorted(parquet_test_data.glob("*.parquet"))):
+        if not SOAK and number % 3 != WAYS.index(way) % 3:
+            continue
         plain = path.read_bytes()
         if len(plain) > 100_000 and not SOAK and layout != "one column":
             continue
@@ -76,7 +79,7 @@ def test_every_plain_file_comes_back_through_its_view(
             assert plaintext_footer or found.schema.equals(expected.schema, check_metadata=True), path.name
         check_ranges(case.view(encrypted), data, 25)
         seen += 1
-    assert seen > 30
+    assert seen > (30 if SOAK else 8)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -85,8 +88,8 @@ def test_the_public_encrypted_files(parquet_test_data: Path, name: str) -> None:
     keys = keytools_for(name)
     location = FileLocation.resolve(path)
     prefix = "tester" if "aad" in name else None
-    data = whole(open_plain_file(keys._keys, location, aad_prefix=prefix, cache=PageCache()))
+    data = whole(open_plain_file(key_service(keys), location, aad_prefix=prefix, cache=PageCache()))
     plain = decrypted(path.read_bytes(), keys_of(name))
     assert same_contents(data, plain)
     assert pq.read_table(pa.BufferReader(data)).equals(pq.read_table(pa.BufferReader(plain)))
-    check_ranges(open_plain_file(keys._keys, location, cache=PageCache()), data, 300)
+    check_ranges(open_plain_file(key_service(keys), location, cache=PageCache()), data, 300)

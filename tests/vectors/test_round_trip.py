@@ -145,14 +145,14 @@ def files(parquet_test_data: Path) -> dict[str, tuple[bytes, Footer, list[Any], 
 def _has_length(number: int, way: tuple[Algorithm, int, bool, str, str]) -> bool:
     """Return whether a file goes this way outside of a soak.
 
-    How long a key is changes nothing in a file but its ciphertext: each way with its length is gone by a sixth of
-    all files, and each file goes half of the ways, with one length of keys each.
+    How long a key is changes nothing in a file but its ciphertext: each way with its length is gone by a twelfth
+    of all files, and each file goes a quarter of the ways, with one length of keys each.
     """
     algorithm, length_bits, plaintext_footer, layout, prefix = way
     first = WAYS.index((algorithm, KEY_LENGTHS[0], plaintext_footer, layout, prefix))
     # The prefix counts fastest in it, and then the layout.
     turn = number + first + first // 3
-    return KEY_LENGTHS.index(length_bits) == turn % len(KEY_LENGTHS) and turn // len(KEY_LENGTHS) % 2 == 0
+    return KEY_LENGTHS.index(length_bits) == turn % len(KEY_LENGTHS) and turn // len(KEY_LENGTHS) % 4 == 0
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(str(getattr(w, "name", w)) for w in way))

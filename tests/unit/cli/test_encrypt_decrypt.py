@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,8 +23,8 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_real_processes_encrypt_rekey_and_decrypt(
-    config: Path, plain: Path, tmp_path: Path, table: pa.Table
+def test_a_real_process_encrypts_what_is_rekeyed_and_decrypted(
+    run, config: Path, plain: Path, tmp_path: Path, table: pa.Table
 ) -> None:
     encrypted, rekeyed, decrypted = (tmp_path / name for name in ("e.parquet", "r.parquet", "d.parquet"))
     for command, source, target in (
@@ -31,10 +32,13 @@ def test_real_processes_encrypt_rekey_and_decrypt(
         ("rekey", encrypted, rekeyed),
         ("decrypt", rekeyed, decrypted),
     ):
-        done = subprocess.run(
-            [*PROGRAM, command, source, target, "--config", config], capture_output=True, text=True
-        )
-        assert (done.returncode, done.stderr) == (0, "")
+        arguments = (command, source, target, "--config", config)
+        if command == "encrypt":
+            process = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True)
+            done = SimpleNamespace(exit_code=process.returncode, stdout=process.stdout, stderr=process.stderr)
+        else:
+            done = run(*arguments)
+        assert (done.exit_code, done.stderr) == (0, "")
         assert done.stdout.startswith(f"{command.capitalize().removesuffix('e')}")
         assert str(target) in done.stdout
     assert encrypted.read_bytes()[:4] == b"PARE"

@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from soak import SOAK
 from unit.cli.conftest import CONFIGURATION, PROGRAM
 from unit.serve.serving import memory_files, opened_by
 
@@ -67,7 +68,7 @@ def serving(*arguments: object) -> Iterator[tuple[subprocess.Popen[bytes], dict[
         process.stderr.close()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT] if SOAK else [signal.SIGTERM])
 def test_it_serves_until_a_signal_comes(config: Path, tmp_path: Path, sent: signal.Signals) -> None:
     log = tmp_path / "access.jsonl"
     arguments = (tmp_path / "people", "--config", config, "--s3", "--access-log", log)
@@ -178,7 +179,7 @@ def can_mount() -> bool:
     return True
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT] if SOAK else [signal.SIGINT])
 def test_mount_shows_plain_files_or_says_what_is_missing(
     config: Path, tmp_path: Path, sent: signal.Signals
 ) -> None:
@@ -246,7 +247,7 @@ def copied_by_cp(source: Path, target: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the programs of GNU")
-@pytest.mark.parametrize("copied", [archived_by_tar, copied_by_cp])
+@pytest.mark.parametrize("copied", [archived_by_tar, copied_by_cp] if SOAK else [archived_by_tar])
 def test_programs_copy_a_mounted_folder_whole(config: Path, tmp_path: Path, copied: Any) -> None:
     source = tmp_path / "people"
     (source / "part").mkdir()

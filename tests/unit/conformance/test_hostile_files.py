@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from key_services import key_service
 from memory_files import MemorySource
 from vector_kit.plain_file import plain_bytes
 from vector_kit.sealed_file import (
@@ -60,7 +61,7 @@ def verified(data: bytes, expectation: Expectation | None = None) -> FileReport:
     masters = {name: base64.b64encode(key).decode() for name, key in MASTER_KEYS.items()}
     kms = {"type": "in_memory", "keys": masters}
     with Keytools.from_mapping({"version": 1, "kms": kms, "data_keys": keys}) as keytools:
-        finder = finder_of(keytools._keys, FileLocation.resolve("/nowhere/file.parquet"))
+        finder = finder_of(key_service(keytools), FileLocation.resolve("/nowhere/file.parquet"))
         return verify_source(MemorySource(data), finder, expectation)[0]
 
 
@@ -213,7 +214,8 @@ def test_a_page_of_ctr_whose_beginning_was_altered_shows_where_it_is_compressed(
         {"version": 1, "data_keys": {n: base64.b64encode(k).decode() for n, k in data_keys().items()}}
     ) as keytools:
         shown = inspect_source(
-            MemorySource(bytes(data)), finder_of(keytools._keys, FileLocation.resolve("/nowhere/file.parquet"))
+            MemorySource(bytes(data)),
+            finder_of(key_service(keytools), FileLocation.resolve("/nowhere/file.parquet")),
         )
     page = shown.chunks[0].modules[1]
     for at in range(16, 28):  # In V2 pages levels come first.

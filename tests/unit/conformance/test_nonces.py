@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 import pytest
+from key_services import key_service
 
 from parquet_keytools import Keytools
 from parquet_keytools.conformance import file_keys
@@ -91,23 +92,23 @@ def test_many_deks_take_little_memory() -> None:
     assert taken < 10_000_000
 
 
-@pytest.mark.parametrize("memory_bytes", [2**26, 100_000])
+@pytest.mark.parametrize("memory_bytes", [2**26, 25_000])
 def test_a_nonce_that_comes_twice_is_found_in_one_of_the_parts(
     monkeypatch: pytest.MonkeyPatch, memory_bytes: int
 ) -> None:
     monkeypatch.setattr(file_keys, "MEMORY_BYTES", memory_bytes)
-    monkeypatch.setattr(file_keys, "_BUCKET_BYTES", 10_000)
-    found = random_nonces(20_000, 1)
-    found.append(found[7_000])
+    monkeypatch.setattr(file_keys, "_BUCKET_BYTES", 2_500)
+    found = random_nonces(5_000, 1)
+    found.append(found[2_000])
     made = made_of({DEK: found})
     parts = made.part.parts
     assert (parts > 1) is (memory_bytes < 2**26)
     assert made.kept_bytes <= memory_bytes
     others = [made_of({DEK: found}, part=NoncePart(part, parts)) for part in range(1, parts)]
-    assert repeated(made, *others) == ["it has the nonce of the module at byte 7000."]
+    assert repeated(made, *others) == ["it has the nonce of the module at byte 2000."]
     kept = {entry[:12] for each in (made, *others) for entry in each.entries(DEK)}
     assert kept == set(found)
-    assert all(each.invocations == {DEK: (20_001, 20_001)} for each in (made, *others))
+    assert all(each.invocations == {DEK: (5_001, 5_001)} for each in (made, *others))
 
 
 def test_one_nonce_for_all_modules_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +354,7 @@ def test_a_file_of_a_folder_that_changes_before_it_is_read_again_is_no_pass(
 def test_a_file_that_changes_before_spark_reads_it_again_is_no_pass(
     monkeypatch: pytest.MonkeyPatch, keytools: Keytools, folder: Path, change: str | Callable[[Path], None]
 ) -> None:
-    worker: Any = SimpleNamespace(keys=keytools._keys)
+    worker: Any = SimpleNamespace(keys=key_service(keytools))
     monkeypatch.setattr(file_keys._Fingerprints, "key", file_keys.fingerprint_key())
     how = pipelines._Verification(None, None, (), b"fingerprints" * 2)
     files = [map_files.NamedFile(path.name, path.stat().st_size) for path in sorted(folder.iterdir())]

@@ -456,15 +456,6 @@ def _file_of_pages(pages_per_column: int, columns: int) -> bytes:
     return b"PAR1" + chunk_bytes * columns + serialised + len(serialised).to_bytes(4, "little") + b"PAR1"
 
 
-def test_a_chunk_may_have_as_many_pages_as_there_are_ordinals_and_no_more() -> None:
-    keys = NamedKeys()
-    data = _file_of_pages(32_768, 1)
-    stored = encrypted(data, FileEncryption(keys.new(b"kf"), b"kf"))
-    assert decrypted(stored, keys)[: len(data) - 1_000] == data[: len(data) - 1_000]
-    one_more = _file_of_pages(32_769, 1)
-    _refused(one_more, FileEncryption(SecretBytes.random(128)), FormatLimitError, "more than 32768 pages")
-
-
 def test_all_modules_of_a_file_have_nonces_of_their_own() -> None:
     """Tens of thousands of them, and a million in a soak."""
     dek, pages, columns = SecretBytes.random(128), *((32_000, 16) if SOAK else (8_000, 2))

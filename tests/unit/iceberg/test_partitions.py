@@ -94,8 +94,8 @@ TRANSFORMS = {
 }
 
 
-# Times and dates: below, too.
-@pytest.mark.parametrize("column", TRANSFORMS if SOAK else ["id", "name"])
+# Numbers, times and dates: below, too.
+@pytest.mark.parametrize("column", TRANSFORMS if SOAK else ["name"])
 def test_each_transform_partitions_and_says_nothing(lake: Lake, column: str) -> None:
     at = datetime.datetime(2001, 2, 3, 4)
     table = rows(0, 9)
@@ -206,7 +206,7 @@ def spec_of(schema: Schema, transform: Transform[Any, Any]) -> PartitionSpec:
     return PartitionSpec(*(PartitionField(id_, 999 + id_, transform, f"p {columns[id_]}") for id_ in columns))
 
 
-@pytest.mark.parametrize("transform", ALL, ids=str)
+@pytest.mark.parametrize("transform", ALL if SOAK else [*ALL[:3], DayTransform()], ids=str)
 def test_each_type_by_each_transform_does_what_a_plaintext_table_does(
     lake: Lake, transform: Transform[Any, Any]
 ) -> None:
@@ -274,7 +274,11 @@ NANOSECONDS = {
 """Of format version 3, in which PyIceberg 0.12 writes no plaintext table."""
 
 
-@pytest.mark.parametrize("transform", [t for t in ALL if str(t) in ("bucket[4]", "year", "month", "day")], ids=str)
+@pytest.mark.parametrize(
+    "transform",
+    [BucketTransform(4), MonthTransform(), *([YearTransform(), DayTransform()] if SOAK else [])],
+    ids=str,
+)
 def test_nanoseconds_are_partitioned(lake: Lake, transform: Transform[Any, Any]) -> None:
     values, schema = every_value(NANOSECONDS), schema_of(NANOSECONDS)
     table = create_table(
@@ -288,8 +292,11 @@ def test_nanoseconds_are_partitioned(lake: Lake, transform: Transform[Any, Any])
     assert lake.findings(table.metadata_location) == []
 
 
-@pytest.mark.parametrize("transform", [IdentityTransform(), VoidTransform()], ids=str)
-@pytest.mark.parametrize("column", ["ns", "ns_utc", "unknown"])
+@pytest.mark.parametrize(
+    ("column", "transform"),
+    [("ns", IdentityTransform()), ("ns_utc", VoidTransform()), ("unknown", IdentityTransform())],
+    ids=str,
+)
 def test_what_no_reader_of_manifests_could_read_is_not_appended(
     lake: Lake, column: str, transform: Transform[Any, Any]
 ) -> None:

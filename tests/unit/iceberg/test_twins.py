@@ -141,7 +141,7 @@ def test_each_read_of_a_table_that_changed_equals_that_of_its_plaintext_twin(tmp
     # Each snapshot, under its own schema.
     snapshots = list(zip(encrypted.metadata.snapshots, plain.metadata.snapshots, strict=True))
     assert len(snapshots) > 10
-    for one, other in snapshots:
+    for one, other in sample(snapshots, 3, 0):
         assert read(encrypted, snapshot_id=one.snapshot_id) == read(plain, snapshot_id=other.snapshot_id)
     assert lake.findings(encrypted.metadata_location) == []
 
@@ -192,39 +192,45 @@ def assert_are_twins(lake: Lake) -> None:
 ODD_NAMES = ["first name", "e-mail", "a.b", "2024", "\U0001f600", "a/b=`c`", "nul\0", "a.list.element", "x" * 300]
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_column_may_have_any_name(lake: Lake, name: str) -> None:
-    rows = pa.table({name: ["x", None, "y"], "id": [1, 2, 3]})
-    struct = pa.struct([(name, pa.string()), ("more", pa.list_(pa.struct([(name, pa.int64())])))])
-    rows = rows.append_column("s", pa.array([{name: "a", "more": [{name: 1}]}, None, {"more": []}], struct))
-    rows = rows.append_column("l", pa.array([[{name: "q"}], [], None], pa.list_(pa.struct([(name, pa.string())]))))
+def test_columns_may_have_any_names(lake: Lake) -> None:
+    def all_of(value: Any) -> dict[str, Any]:
+        return dict.fromkeys(ODD_NAMES, value)
+
+    def struct(kind: pa.DataType) -> pa.StructType:
+        return pa.struct(list(all_of(kind).items()))
+
+    rows = pa.table({"id": [1, 2, 3], **all_of(["x", None, "y"])})
+    inner = pa.struct([*struct(pa.string()), ("more", pa.list_(struct(pa.int64())))])
+    rows = rows.append_column("s", pa.array([{**all_of("a"), "more": [all_of(1)]}, None, {"more": []}], inner))
+    rows = rows.append_column("l", pa.array([[all_of("q")], [], None], pa.list_(struct(pa.string()))))
     rows = rows.append_column(
-        "m", pa.array([[("k", {name: 1.5})], None, []], pa.map_(pa.string(), pa.struct([(name, pa.float64())])))
+        "m", pa.array([[("k", all_of(1.5))], None, []], pa.map_(pa.string(), struct(pa.float64())))
     )
     plain, encrypted = twins(lake, rows.schema)
     for table in (plain, encrypted):
         table.append(rows)
         table.overwrite(rows.slice(0, 1), "id = 1")
         with table.update_spec() as spec:
-            spec.add_field(name, IdentityTransform(), f"{name} part")
+            for name in ODD_NAMES:
+                spec.add_field(name, IdentityTransform(), f"{name} part")
         table.append(rows)
         table.delete("id = 3")
         table.dynamic_partition_overwrite(rows.slice(1, 1))
     assert_are_twins(lake)
 
 
-@pytest.mark.parametrize("name", sample(ODD_NAMES, 4, 1))
-def test_a_column_may_be_renamed_to_any_name(lake: Lake, name: str) -> None:
-    before = pa.table({"v": ["x", None, "y"], "id": [1, 2, 3]})
-    after = before.rename_columns([name, "id"])
+def test_columns_may_be_renamed_to_any_names(lake: Lake) -> None:
+    before = pa.table({f"v{name}": ["x", None, "y"] for name in range(len(ODD_NAMES))} | {"id": [1, 2, 3]})
+    after = before.rename_columns([*ODD_NAMES, "id"])
     plain, encrypted = twins(lake, before.schema)
     for table in (plain, encrypted):
         table.append(before)
         with table.update_schema() as update:
-            update.rename_column("v", name)
+            for number, name in enumerate(ODD_NAMES):
+                update.rename_column(f"v{number}", name)
         table.append(after)
         table.overwrite(after.slice(0, 1), "id = 1")
-        table.upsert(pa.table({name: ["new"], "id": [9]}), join_cols=["id"])
+        table.upsert(pa.table({**{name: ["new"] for name in ODD_NAMES}, "id": [9]}), join_cols=["id"])
     assert_are_twins(lake)
 
 

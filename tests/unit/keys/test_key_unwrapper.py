@@ -1,5 +1,3 @@
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,6 @@ from parquet_keytools.errors import (
     KeyMaterialError,
     KeyNotAvailableError,
     KeytoolsError,
-    KmsAccessDeniedError,
     KmsError,
     KmsUnavailableError,
     MasterKeyDisabledError,
@@ -77,39 +74,6 @@ def test_one_operation_asks_once_even_without_a_cache(kms: FaultyKms, unwrapper:
     keys.fetch(materials)
     keys.fetch(materials)
     assert keys.deks(materials) == deks
-    assert kms.call_counts["unwrap"] == 2
-
-
-def test_keks_expire(kms: FaultyKms, unwrapper: KeyUnwrapper, clock: TurnedClock) -> None:
-    _, materials = wrap(kms, "kc")
-    KmsKeys(unwrapper, 600).deks(materials)
-    clock.seconds += 599
-    KmsKeys(unwrapper, 600).deks(materials)
-    assert kms.call_counts["unwrap"] == 1
-    clock.seconds += 1
-    kms.fail("refused")
-    (outcome,) = KmsKeys(unwrapper, 600).deks(materials)
-    assert isinstance(outcome, KmsAccessDeniedError), "a key that was revoked still opens"
-
-
-def test_clear_cache(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
-    _, materials = wrap(kms, "kc")
-    KmsKeys(unwrapper, 600).deks(materials)
-    unwrapper.clear_cache()
-    KmsKeys(unwrapper, 600).deks(materials)
-    assert kms.call_counts["unwrap"] == 2
-
-
-def test_32_threads_one_call(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
-    deks, materials = wrap(kms, "kc", "kf")
-    barrier = threading.Barrier(32)
-
-    def read(_: int) -> list[SecretBytes | KeytoolsError]:
-        barrier.wait(20)
-        return KmsKeys(unwrapper, 600).deks(materials)
-
-    with ThreadPoolExecutor(32) as pool:
-        assert list(pool.map(read, range(32), timeout=60)) == [deks] * 32
     assert kms.call_counts["unwrap"] == 2
 
 

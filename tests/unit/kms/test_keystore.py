@@ -367,10 +367,8 @@ def test_every_single_byte_counts(path: Path) -> None:
     good = path.read_bytes()
     expected = shape(Keystore(path, right))
     keystore = Keystore(path, right)
-    opened = keystore.open()
     for place in range(0, len(good), 3):
         path.write_bytes(good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :])
-        keystore._opened = opened  # its scrypt keys are taken over where the salt is the same
         try:
             assert shape(keystore) == expected
         except (KmsResponseInvalidError, KmsConfigurationError):
@@ -636,7 +634,8 @@ def test_a_failure_at_any_point_leaves_the_old_or_the_new_state(path: Path, tmp_
         raise OSError(28, "No space left on device")
 
     failed = 0
-    for turn in range(1, counting.calls + 1):
+    turns = sample(range(1, counting.calls + 1), 3, list(UPDATES).index(update))
+    for turn in turns:
         copy = copies(path, tmp_path / f"fail{turn}")
         with Sabotage(turn, fail).applied():
             try:
@@ -645,7 +644,7 @@ def test_a_failure_at_any_point_leaves_the_old_or_the_new_state(path: Path, tmp_
                 failed += 1
                 assert "No space left" in str(error)
         check_after_a_crash(copy, old, new)
-    assert failed >= counting.calls - 1
+    assert failed >= len(turns) - 1
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -658,7 +657,7 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_state(path: Path, tmp_pat
     new = state(complete)
     outcomes = []
     # The last one is not killed.
-    for turn in sample(range(1, counting.calls + 2), 3, list(UPDATES).index(update)):
+    for turn in sample(range(1, counting.calls + 2), 6, list(UPDATES).index(update)):
         copy = copies(path, tmp_path / f"kill{turn}")
         child = os.fork()
         if child == 0:
@@ -745,14 +744,15 @@ def test_who_changes_a_keystore_leaves_it_to_its_owner(path: Path, monkeypatch: 
 
 def change_a_lot(path: str, number: int) -> None:
     keystore = Keystore(Path(path), right)
-    for turn in range(5):
+    for turn in range(8):
         keystore.create_key(f"key-{number}-{turn}")
         keystore.rotate_key("a")
         keystore.set_enabled(f"key-{number}-{turn}", False)
 
 
 def test_four_processes_lose_nothing(path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    # With all that is imported, and the keys that were made of the passphrase.
+    context = multiprocessing.get_context("fork")
     processes = [context.Process(target=change_a_lot, args=(str(path), number)) for number in range(4)]
     for process in processes:
         process.start()
@@ -766,9 +766,9 @@ def test_four_processes_lose_nothing(path: Path) -> None:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 4
     after = shape(Keystore(path, right))
-    expected = {f"key-{number}-{turn}" for number in range(4) for turn in range(5)}
+    expected = {f"key-{number}-{turn}" for number in range(4) for turn in range(8)}
     assert set(after) == {"a", "b"} | expected
-    assert after["a"] == [(version, True) for version in range(1, 23)]
+    assert after["a"] == [(version, True) for version in range(1, 35)]
     assert all(after[name] == [(1, False)] for name in expected)
     assert reads > 10
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from rotation_case import TABLE, UNIFORM, Case, data_range, read_with_pyarrow
+from key_services import key_service
+from rotation_case import TABLE, UNIFORM, Case, data_range, materials, read_with_pyarrow
 
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
 from parquet_keytools.encryption.footer import Footer
@@ -24,6 +25,8 @@ from parquet_keytools.format.structs import (
     FileMetaData,
 )
 from parquet_keytools.format.thrift import Struct, ThriftList, WireType
+from parquet_keytools.keys.key_wrapping import dek_of
+from parquet_keytools.kms.contract_tests import unwrap_one
 from parquet_keytools.rotation import rotate
 from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import Outcome
@@ -40,8 +43,13 @@ UNKNOWN: dict[int, tuple[WireType, Any]] = {
 
 
 def opened_footer(case: Case, path: Path) -> Footer:
-    (opened,) = case.tools()._keys.open_files([FileLocation.resolve(path)])
+    (opened,) = key_service(case.tools()).open_files([FileLocation.resolve(path)])
     return opened.footer
+
+
+def footer_dek(case: Case, path: Path) -> SecretBytes:
+    material, *_ = materials(case.tools(), path)
+    return dek_of(material, unwrap_one(case.kms, material.kms_wrapped_key, material.master_key_id))
 
 
 def set_unknown(struct: Struct) -> None:
@@ -163,7 +171,7 @@ def test_what_was_written_is_looked_at(tmp_path: Path, plaintext_footer: bool) -
     path = case.write()
     tail, _ = read_tail(FileLocation.resolve(path))
     footer = opened_footer(case, path)
-    dek = footer.cipher._dek  # type: ignore[union-attr]
+    dek = footer_dek(case, path)
     new = new_tail(tail, footer, {})
     data = data_range(path)
 
@@ -235,7 +243,7 @@ def test_a_footer_that_says_anything_else_is_refused(tmp_path: Path, plaintext_f
     path = case.write()
     tail, _ = read_tail(FileLocation.resolve(path))
     old = opened_footer(case, path)
-    dek = old.cipher._dek  # type: ignore[union-attr]
+    dek = footer_dek(case, path)
     data = data_range(path)
     before = old.metadata.serialise()
     a, b, footer_key = old.columns[0].key_metadata, old.columns[1].key_metadata, old.key_metadata
@@ -273,7 +281,7 @@ def test_what_comes_before_an_encrypted_footer_stays(tmp_path: Path) -> None:
     crypto_metadata, end = FileCryptoMetaData.read(footer_of(new))
     _set_unknown(crypto_metadata)
     new = with_trailer(crypto_metadata.serialise() + footer_of(new)[end:], MAGIC_ENCRYPTED_FOOTER)
-    dek = footer.cipher._dek  # type: ignore[union-attr]
+    dek = footer_dek(case, path)
 
     with pytest.raises(OutputError, match="does not match the file"):
         check_new_tail(BufferSource("x", data + new), len(data), new, dek, None, footer, {})
@@ -287,7 +295,7 @@ def test_the_aad_prefix_stays_where_there_may_be_another_one(tmp_path: Path, pla
     tail, _ = read_tail(FileLocation.resolve(path))
     old = opened_footer(case, path)
     data = data_range(path)
-    dek = old.cipher._dek  # type: ignore[union-attr]
+    dek = footer_dek(case, path)
     other = old.file_aad.replace(b"one", b"two")
     assert other != old.file_aad
 

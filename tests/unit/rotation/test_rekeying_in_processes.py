@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rotation_case import tree_digest
+from soak import SOAK
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import (
@@ -83,7 +84,7 @@ def facts(files: list[FileRotation], root: Path) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("key_material", ["internal", "external"])
+@pytest.mark.parametrize("key_material", ["internal", "external"] if SOAK else ["external"])
 def test_reports_are_the_same(tmp_path: Path, key_material: str) -> None:
     """With a damaged file in the middle, a plaintext one, and a link that leads nowhere."""
     tools = Keytools.from_yaml(write_config(tmp_path, key_material))
@@ -172,22 +173,9 @@ def test_copies_become_files_of_their_own_without_a_warning(tools: Keytools, fol
     assert tools.read_table(folder).num_rows == (len(others) + 7) * TABLE.num_rows
 
 
-def test_a_locked_folder_is_waited_for(tmp_path: Path, folder: Path) -> None:
-    """By worker processes, which take the lock themselves: nothing is replaced meanwhile."""
-    before = tree_digest(folder)
-    with exclusive_folder(FileLocation.resolve(folder / "year=1" / "1.parquet")):
-        process = start(tmp_path / "config.yaml", folder)
-        wait_until_changed(folder, before, "year=0")
-        now = tree_digest(folder)
-        assert all(now[name] == before[name] for name in before if name.startswith("year=1"))
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    assert f"{FILES} rekeyed" in stdout
-
-
 def wait_until_changed(folder: Path, before: dict[str, Any], part: str) -> None:
     """Wait until each file of a part of the folder is another one."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while any(
         hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
         for name, digest in before.items()
@@ -235,13 +223,15 @@ def workers_of(process_id: int) -> list[int]:
 
 @pytest.mark.parametrize("who", ["parent", "worker", "Ctrl-C"])
 def test_a_run_that_was_cut_off_is_repeated(tmp_path: Path, tools: Keytools, folder: Path, who: str) -> None:
-    """Held at a lock in the middle of its files."""
+    """Held at a lock in the middle of its files, which worker processes take: nothing is replaced meanwhile."""
     before = tree_digest(folder)
     locked = FileLocation.resolve(folder / "year=1" / "1.parquet")
     with exclusive_folder(locked):
         process = start(tmp_path / "config.yaml", folder)
         # The five files before it are done.
         wait_until_changed(folder, before, "year=0")
+        now = tree_digest(folder)
+        assert all(now[name] == before[name] for name in before if name.startswith("year=1"))
         workers = workers_of(process.pid)
         assert len(workers) == 2
         if who == "parent":

@@ -27,6 +27,7 @@ from rotation_case import (
     tree_digest,
     write_with_pyarrow,
 )
+from soak import SOAK
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import (
@@ -64,8 +65,19 @@ def variant_id(variant: dict[str, Any]) -> str:
     )
 
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
-every_kms = pytest.mark.parametrize("kind", ["in_memory", "keystore"])
+KINDS = ["in_memory", "keystore"]
+# A file has the same bytes whichever KMS wrapped its keys.
+every_variant_and_kms = pytest.mark.parametrize(
+    ("variant", "kind"),
+    [
+        (variant, kind)
+        for row, variant in enumerate(VARIANTS)
+        for column, kind in enumerate(KINDS)
+        if SOAK or (row % 3 == 0 and row % 2 == column)
+    ],
+    ids=lambda value: variant_id(value) if isinstance(value, dict) else value,
+)
+every_kms = pytest.mark.parametrize("kind", KINDS)
 every_key_material = pytest.mark.parametrize("key_material", ["internal", "external"])
 
 
@@ -76,8 +88,7 @@ def mixed_folder(case: Case, count: int = 4) -> list[Path]:
 # --- what it is for ---
 
 
-@every_kms
-@every_variant
+@every_variant_and_kms
 def test_everything_reads_when_the_old_version_is_disabled(
     tmp_path: Path, kind: str, variant: dict[str, Any]
 ) -> None:
@@ -96,10 +107,15 @@ def test_everything_reads_when_the_old_version_is_disabled(
     assert not [name for name in names(case.folder) if name.endswith(".tmp")]
 
 
-@every_kms
-@pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("plaintext_footer", [True, False])
-@pytest.mark.parametrize("internal", [True, False])
+@pytest.mark.parametrize(
+    ("internal", "plaintext_footer", "double", "kind"),
+    [
+        (True, True, True, "in_memory"),
+        (True, False, False, "keystore"),
+        (False, True, False, "keystore"),
+        (False, False, True, "in_memory"),
+    ],
+)
 def test_files_of_pyarrow(tmp_path: Path, kind: str, internal: bool, plaintext_footer: bool, double: bool) -> None:
     case = Case.make(tmp_path, kind)
     path = case.folder / "x.parquet"
@@ -199,8 +215,7 @@ def test_older_than(tmp_path: Path) -> None:
     assert tools.dataset(case.folder).to_table().num_rows == 2 * TABLE.num_rows
 
 
-@every_kms
-@every_variant
+@every_variant_and_kms
 def test_moves_to_another_master_key(tmp_path: Path, kind: str, variant: dict[str, Any]) -> None:
     case = Case.make(tmp_path, kind, **variant)
     path = case.write()
@@ -341,11 +356,11 @@ def test_new_keks(tmp_path: Path, kind: str, key_material: str) -> None:
 def test_a_shared_kek_is_rewrapped_once(tmp_path: Path, key_material: str) -> None:
     case = Case.make(tmp_path, "keystore", key_material=key_material)
     tools = case.tools()
-    for i in range(20):
+    for i in range(5):
         case.write(f"{i}.parquet", tools=tools)
     case.add_version()
     report = case.tools().rotate(case.folder)
-    assert report.counts == Counter({Outcome.ROTATED: 20})
+    assert report.counts == Counter({Outcome.ROTATED: 5})
     assert report.kms_calls == KmsCalls(rewrap=3, unwrap=3, describe=3)
 
 
@@ -373,7 +388,7 @@ def test_the_kms_is_asked_in_rounds(tmp_path: Path) -> None:
 
 def test_what_is_written(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "keystore")
-    big = pa.table({name: os.urandom(300_000 * 8) and pa.array(range(300_000)) for name in ("a", "b", "nested")})
+    big = pa.table({name: range(100_000) for name in ("a", "b", "nested")})
     path = case.write(table=big)
     case.add_version()
     (file,) = case.tools().rotate(path).files
@@ -402,9 +417,16 @@ def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
     assert [file.keys for file in done.files] == [file.keys for file in report.files]
 
 
-@pytest.mark.parametrize("plaintext_footer", [True, False])
-@every_key_material
-@pytest.mark.parametrize("moves", [{"ka": "new"}, {"kf": "new"}, {}])
+@pytest.mark.parametrize(
+    ("moves", "key_material", "plaintext_footer"),
+    [
+        ({"ka": "new"}, "internal", True),
+        ({"ka": "new"}, "external", False),
+        ({"kf": "new"}, "internal", False),
+        ({"kf": "new"}, "external", True),
+        ({}, "internal", True),
+    ],
+)
 def test_a_dry_run_foresees_every_call(
     tmp_path: Path, plaintext_footer: bool, key_material: str, moves: dict[str, str]
 ) -> None:

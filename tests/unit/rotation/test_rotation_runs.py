@@ -191,6 +191,23 @@ def test_within_a_kms_files_go_on_to_name_their_instance(tmp_path: Path, key_mat
 # --- others at the same files ---
 
 
+def around_replacements(monkeypatch: pytest.MonkeyPatch, act: Callable[[Callable[[], Any]], Any]) -> None:
+    """Let a function do what replaces a file, after its keys were re-wrapped; its own go on as ever."""
+    acting: list[bool] = []
+
+    def disturbed(replace: Callable[..., Any], *arguments: Any) -> Any:
+        if acting:
+            return replace(*arguments)
+        acting.append(True)
+        try:
+            return act(partial(replace, *arguments))
+        finally:
+            acting.clear()
+
+    for name in ("replace_tail", "replace_external_material"):
+        monkeypatch.setattr(rotate, name, partial(disturbed, getattr(rotate, name)))
+
+
 @every_key_material
 def test_a_file_that_is_replaced_between_read_and_replace(
     tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
@@ -199,19 +216,15 @@ def test_a_file_that_is_replaced_between_read_and_replace(
     path = case.write()
     case.add_version()
     newer = TABLE.slice(0, 10)
-    finish = rotate._Batch._finish
-    turns = []
 
-    def disturbed(self: rotate._Batch, work: Any) -> None:
-        turns.append(work)
-        if len(turns) == 1:
-            case.write(table=newer)
-        finish(self, work)
+    def disturbed(replace: Callable[[], Any]) -> Any:
+        case.write(table=newer)
+        return replace()
 
-    monkeypatch.setattr(rotate._Batch, "_finish", disturbed)
+    around_replacements(monkeypatch, disturbed)
     report = case.tools().rotate(path)
     # The new file was written with the new version.
-    assert report.counts == Counter({Outcome.ALREADY_CURRENT: 1}) and len(turns) == 2
+    assert report.counts == Counter({Outcome.ALREADY_CURRENT: 1})
     assert case.tools().read_table(path).equals(newer)
 
 
@@ -241,19 +254,16 @@ def test_somebody_who_never_stops(tmp_path: Path, key_material: str, monkeypatch
     case = Case.make(tmp_path, "in_memory", key_material=key_material)
     path = case.write()
     other, tools = case.tools(), case.tools()
-    finish = rotate._Batch._finish
     turns: list[bool] = []
 
-    def disturbed(self: rotate._Batch, work: Any) -> None:
+    def disturbed(replace: Callable[[], Any]) -> Any:
         is_locked = (case.folder / LOCK_NAME).exists()
         turns.append(is_locked)
         if not is_locked:
-            monkeypatch.setattr(rotate._Batch, "_finish", finish)
             other.rotate(path)
-            monkeypatch.setattr(rotate._Batch, "_finish", disturbed)
-        finish(self, work)
+        return replace()
 
-    monkeypatch.setattr(rotate._Batch, "_finish", disturbed)
+    around_replacements(monkeypatch, disturbed)
     assert tools.rotate(path).counts == Counter({Outcome.ROTATED: 1})
     # The last turn has the folder for itself.
     assert turns == [False, True]
@@ -263,15 +273,14 @@ def test_somebody_who_never_stops(tmp_path: Path, key_material: str, monkeypatch
 def test_a_writer_that_minds_no_lock_and_never_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
-    finish = rotate._Batch._finish
 
-    def disturbed(self: rotate._Batch, work: Any) -> None:
+    def disturbed(replace: Callable[[], Any]) -> Any:
         copy = path.with_name(".copy")
         shutil.copy(path, copy)
         copy.rename(path)
-        finish(self, work)
+        return replace()
 
-    monkeypatch.setattr(rotate._Batch, "_finish", disturbed)
+    around_replacements(monkeypatch, disturbed)
     before = path.read_bytes()
     (file,) = case.tools().rotate(path).files
     assert (file.outcome, file.error_class) == (Outcome.FAILED, "OutputError")
@@ -294,13 +303,13 @@ def test_waits_for_the_lock_of_the_folder(tmp_path: Path) -> None:
 
 @every_key_material
 def test_many_threads_rotate_and_read(tmp_path: Path, key_material: str) -> None:
-    case = make(tmp_path, 5, "in_memory", key_material=key_material)
+    case = make(tmp_path, 3, "in_memory", key_material=key_material)
     failures: list[BaseException | FileRotation] = []
     done = threading.Event()
 
     def rotate() -> None:
         try:
-            for _ in range(3):
+            for _ in range(2):
                 failures.extend(case.tools().rotate(case.folder).failures)
         except BaseException as error:
             failures.append(error)
@@ -345,20 +354,19 @@ def test_a_file_that_is_away_for_a_moment_is_not_passed_over(
     case = make(tmp_path, 1, key_material=key_material)
     path = case.folder / "000.parquet"
     case.add_version()
-    finish, away = rotate._Batch._finish, []
+    replaced = path if key_material == "internal" else key_material_file(path)
+    away: list[Path] = []
 
-    def finish_without(self: rotate._Batch, work: file_keys.BatchFile) -> None:
-        replaced = path if key_material == "internal" else key_material_file(path)
-        if not away:
-            away.append(replaced.rename(tmp_path / "away"))
-            try:
-                finish(self, work)
-            finally:
-                away[0].rename(replaced)
-        else:
-            finish(self, work)
+    def disturbed(replace: Callable[[], Any]) -> Any:
+        if away:
+            return replace()
+        away.append(replaced.rename(tmp_path / "away"))
+        try:
+            return replace()
+        finally:
+            away[0].rename(replaced)
 
-    monkeypatch.setattr(rotate._Batch, "_finish", finish_without)
+    around_replacements(monkeypatch, disturbed)
     assert case.tools().rotate(case.folder).counts == Counter({Outcome.ROTATED: 1})
     case.disable(1)
     assert case.tools().read_table(path).equals(TABLE)
@@ -472,8 +480,10 @@ def test_key_material_that_is_missing_is_said(tmp_path: Path) -> None:
 # --- the storage ---
 
 
-@every_key_material
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize(
+    ("number", "key_material"),
+    [(errno.ENOSPC, "internal"), (errno.EDQUOT, "external"), (errno.EROFS, "internal")],
+)
 def test_a_storage_that_takes_no_more_ends_the_run(
     tmp_path: Path, key_material: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

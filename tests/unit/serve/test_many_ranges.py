@@ -66,7 +66,7 @@ def wrong_ranges(server: ViewServer, protocol: str, seed: int, count: int) -> li
 
 @pytest.mark.parametrize("protocol", ["http", "s3"])
 def test_every_range_is_the_slice_of_the_whole(protocol: str) -> None:
-    each = -(-how_many(640, 100_000) // READERS)
+    each = -(-how_many(320, 100_000) // READERS)
     with served({"file": CONTENT}, with_s3=True) as server, ThreadPoolExecutor(READERS) as pool:
         found = [pool.submit(wrong_ranges, server, protocol, seed, each) for seed in range(READERS)]
         assert [text for each_found in found for text in each_found.result()] == []

@@ -348,39 +348,28 @@ def test_the_process_serves_until_the_end_of_stdin(process: WorkerProcess, confi
     assert not any(key in stderr or base64.b64encode(key) in stderr for key in (KEY, *MASTER_KEYS.values()))
 
 
-def test_requests_before_the_start_are_refused(process: WorkerProcess) -> None:
+def test_requests_before_the_start_are_refused_and_malformed_frames_end_it(process: WorkerProcess) -> None:
     assert process.wrap().content == b"the worker was given no configuration"
-
-
-@pytest.mark.parametrize("data", [b"\0\0\0\0", b"GET / HTTP/1.1\r\n\r\n"])
-def test_malformed_frames_end_it(process: WorkerProcess, data: bytes) -> None:
-    process.requests.write(data)
+    process.requests.write(b"GET / HTTP/1.1\r\n\r\n")
     status, stdout, stderr = process.end()
     assert (status, stdout) == (1, b"")
     assert b"frame" in stderr and b"Traceback" not in stderr
 
 
-def test_a_configuration_that_is_not_there(process: WorkerProcess) -> None:
-    answer = process.start(carried_file("/nowhere/c.yaml"))
-    assert answer.kind == Status.FAILED
-    assert b"/nowhere/c.yaml: there is no such file" in answer.content
-
-
-@pytest.mark.parametrize("text", ["{", '{"load": 5}'])
-def test_a_configuration_that_is_none(process: WorkerProcess, text: str) -> None:
-    answer = process.start(text)
-    assert answer.kind == Status.FAILED
-    assert answer.content.startswith(b"unexpected ")
-
-
-def test_generated_master_keys_are_refused(process: WorkerProcess, configuration: Path) -> None:
+def test_what_is_no_configuration_is_refused(kms: SlowKms, configuration: Path) -> None:
     configuration.write_text(
         "{version: 1, kms: {type: in_memory, keys: [footer]}, tables: {t: {footer_key: footer, "
         "unlisted_columns: plaintext}}}"
     )
-    answer = process.start(carried_file(str(configuration)))
-    assert answer.kind == Status.FAILED
-    assert b"every executor would have different ones" in answer.content
+    for carried_text, text in (
+        ("{", b"unexpected "),
+        ('{"load": 5}', b"unexpected "),
+        (carried_file("/nowhere/c.yaml"), b"/nowhere/c.yaml: there is no such file"),
+        (carried_file(str(configuration)), b"every executor would have different ones"),
+    ):
+        with worker(kms) as asker:
+            answer = asker.ask(Operation.START, b"\n" + carried_text.encode())
+        assert answer.kind == Status.FAILED and text in answer.content
 
 
 def test_a_program_that_prints_does_not_come_between_the_frames(tmp_path: Path, configuration: Path) -> None:

@@ -408,8 +408,11 @@ def test_a_plaintext_file_is_copied_only_if_that_is_allowed(
 # --- attempts of one task ---
 
 
-@pytest.mark.parametrize("options", [{}, {"skip_existing": True}, {"overwrite": True}], ids=str)
-@pytest.mark.parametrize("key_material", ["internal", "external"])
+@pytest.mark.parametrize(
+    ("key_material", "options"),
+    [("external", {}), ("internal", {"skip_existing": True}), ("external", {"overwrite": True})],
+    ids=str,
+)
 def test_attempts_to_encrypt_the_same_files_all_end_well(
     config: Path, tmp_path: Path, key_material: str, options: dict[str, bool]
 ) -> None:

@@ -13,6 +13,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from soak import SOAK
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import ConfigurationError, VisibleMetadataError
@@ -96,8 +97,15 @@ def test_plaintext_columns_are_in_the_result(tmp_path: Path) -> None:
         assert keytools.write_dataset(table, tmp_path / unlisted).plaintext_columns == expected
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (policy, options)
+        for number, policy in enumerate(POLICIES)
+        for options in OPTIONS
+        if SOAK or options == "all" or number % 4 == 0
+    ],
+)
 def test_what_is_written_piece_by_piece_is_one_file(tmp_path: Path, policy: str, options: str) -> None:
     settings, engine = POLICIES[policy]
     keytools = tools(settings, reading={"ctr_files": "allow"} if policy == "CTR" else {})

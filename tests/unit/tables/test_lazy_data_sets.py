@@ -114,12 +114,21 @@ WAYS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory: pytest.TempPathFactory) -> tuple[Keytools, Path]:
+    """A data set of which one file is none."""
+    tools, folder = keytools(), tmp_path_factory.mktemp("lake")
+    write(folder, tools)
+    file_of(folder, 7).write_bytes(b"nobody looks at it")
+    return tools, folder
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_only_the_partition_that_is_asked_for_is_opened(tmp_path: Path, way: str, opened: Counter[str]) -> None:
-    tools = keytools()
-    write(tmp_path, tools)
-    file_of(tmp_path, 7).write_bytes(b"nobody looks at it")
-    dataset = tools.dataset(tmp_path)
+def test_only_the_partition_that_is_asked_for_is_opened(
+    lake: tuple[Keytools, Path], way: str, opened: Counter[str]
+) -> None:
+    tools, folder = lake
+    dataset = tools.dataset(folder)
     assert opened == {"p=00": 1}, "for the schema"
     assert WAYS[way](dataset) == 10
     assert opened == {"p=00": 1, "p=03": 1}

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+from key_services import key_service
 from pyarrow import fs as pafs
 from pyarrow_versions import bloom_filters
 from view_case import ViewCase, parquet_bytes, table_of, whole
@@ -476,7 +477,7 @@ def test_a_worker_gets_no_key(tmp_path: Path) -> None:
     restored, again, view = pickle.loads(pickled)
     assert again.to_table().to_pydict() == {"x": [text("a")]}
     assert ds.dataset("x.parquet", filesystem=view.arrow).to_table().to_pydict() == {"x": [text("a")]}
-    (opened,) = restored._keys.open_files([FileLocation.resolve(tmp_path / "x.parquet")])
+    (opened,) = key_service(restored).open_files([FileLocation.resolve(tmp_path / "x.parquet")])
     assert opened.deks == {} and SECRET.hex() not in repr(opened) and repr(SECRET)[2:-1] not in repr(opened)
 
 

@@ -13,8 +13,21 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.tests import abstract
+from fsspec.tests.abstract.common import GLOB_EDGE_CASES_TESTS
+from soak import SOAK, sample
 
 from parquet_keytools import Keytools
+
+PLACES = ["view", "local", "memory"]
+GLOB_EDGE_CASES_TESTS["argvalues"][:] = sample(GLOB_EDGE_CASES_TESTS["argvalues"], 5, 0)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Take one place for a test, and the next one for the next test; all of them in a soak."""
+    if "place" in metafunc.fixturenames:
+        assert metafunc.cls is not None
+        number = sorted(vars(metafunc.cls.__mro__[1])).index(metafunc.function.__name__)
+        metafunc.parametrize("place", PLACES if SOAK else [PLACES[number % len(PLACES)]])
 
 
 class Payload(io.BytesIO):
@@ -48,10 +61,6 @@ def with_payloads(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class Fixtures(abstract.AbstractFixtures):
     """The file system under test, and where it is tested."""
-
-    @pytest.fixture(params=["local", "view", "memory"])
-    def place(self, request: pytest.FixtureRequest) -> str:
-        return str(request.param)
 
     @pytest.fixture
     def fs(self, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:

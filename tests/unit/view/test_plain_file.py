@@ -15,8 +15,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from key_services import key_service
 from pyarrow_versions import bloom_filters
-from view_case import ViewCase, contents, parquet_bytes, same_contents, table_of, whole
+from view_case import KEYS, ViewCase, contents, parquet_bytes, same_contents, table_of, whole
 
 from parquet_keytools.errors import (
     ColumnAccessDeniedError,
@@ -26,6 +27,7 @@ from parquet_keytools.errors import (
     ParquetFormatError,
     TableMismatchError,
 )
+from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, open_plain_file
@@ -136,7 +138,7 @@ def test_neighbouring_chunks_of_a_remote_file_take_one_read(
 
     monkeypatch.setattr("parquet_keytools.view.plain_file.as_verified", as_verified)
     keytools = case.keytools()
-    file = open_plain_file(keytools._keys, location, cache=PageCache())
+    file = open_plain_file(key_service(keytools), location, cache=PageCache())
     assert bytes(file.read_at(0, len(data))) == data
     assert len(sources[0].reads) == 1
     choose = random.Random(3)
@@ -254,7 +256,7 @@ def test_many_readers_of_one_view(case: ViewCase) -> None:
 def test_the_cache_is_bounded(case: ViewCase) -> None:
     path = case.encrypt(parquet_bytes(TABLE, **OPTIONS["many pages"]))
     cache = PageCache(10_000)
-    file = open_plain_file(case.keytools()._keys, FileLocation.resolve(path), cache=cache)
+    file = open_plain_file(key_service(case.keytools()), FileLocation.resolve(path), cache=cache)
     for offset in range(0, file.size_bytes - 10, 500):
         file.read_at(offset, 10)
         assert cache.held_bytes <= 10_000
@@ -353,12 +355,13 @@ class _AsFile:
 
 @pytest.mark.parametrize("denied_columns", ["hide", "null"])
 def test_a_key_that_is_not_refused_but_wrong_hides_nothing(case: ViewCase, denied_columns: str) -> None:
+    keys = {name: name.ljust(16).encode() for name in KEYS}
+    case.kms = InMemoryKms(keys)
     path = case.encrypt(parquet_bytes(TABLE))
-    case.kms.create_key("other")
+    case.kms = InMemoryKms(keys | {"secret": b"another key here"})
     keytools = case.keytools(denied_columns=denied_columns)
-    case.kms._master_keys["secret"] = case.kms._master_keys["other"]
     with pytest.raises(ColumnAccessDeniedError):
-        open_plain_file(keytools._keys, FileLocation.resolve(path), cache=PageCache())
+        open_plain_file(key_service(keytools), FileLocation.resolve(path), cache=PageCache())
 
 
 def test_a_file_that_changes_is_reported(case: ViewCase, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+from key_services import key_service
 from view_case import ViewCase, parquet_bytes
 
 from parquet_keytools.errors import KmsAccessDeniedError, ReusedKeysError
@@ -27,7 +28,7 @@ def case(tmp_path: Path) -> ViewCase:
 def test_a_file_is_opened_once_and_again_when_it_was_replaced(case: ViewCase) -> None:
     path = case.encrypt(parquet_bytes(pa.table({"a": [1, 2, 3]})))
     location = FileLocation.resolve(path)
-    files = PlainFiles(case.keytools()._keys, None)
+    files = PlainFiles(key_service(case.keytools()), None)
     first = files.open(location)
     assert files.open(location) is first
     before = bytes(first.read_at(0, first.size_bytes))
@@ -41,7 +42,7 @@ def test_a_file_is_opened_once_and_again_when_it_was_replaced(case: ViewCase) ->
 
 def test_nothing_is_kept_longer_than_keys(case: ViewCase) -> None:
     path = case.encrypt(parquet_bytes(pa.table({"a": [1]})))
-    files = PlainFiles(case.keytools(cache_lifetime_seconds=0)._keys, None)
+    files = PlainFiles(key_service(case.keytools(cache_lifetime_seconds=0)), None)
     files.open(FileLocation.resolve(path))
     case.kms.deny("footer")
     with pytest.raises(KmsAccessDeniedError):
