@@ -14,8 +14,8 @@ from parquet_keytools import audit
 from parquet_keytools.config.loader import load_configuration, parse_configuration
 from parquet_keytools.config.settings import Configuration, HashKeySettings
 from parquet_keytools.conformance import verification
+from parquet_keytools.conformance.data_set import ListKeeper, updated_list
 from parquet_keytools.conformance.file_keys import TableFiles
-from parquet_keytools.conformance.file_list import ListKeeper, updated_list
 from parquet_keytools.conformance.inspection import Inspection
 from parquet_keytools.conformance.report import DataSetReport, FileReport
 from parquet_keytools.erasure.key_erasure import Erasure
@@ -28,7 +28,7 @@ from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.keys.key_wrapping import Clock
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation import rekeying
-from parquet_keytools.rotation.data_set_run import InPlaceRequest, OnFile, RunOptions
+from parquet_keytools.rotation.data_set_run import OnFile, RunOptions
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
 from parquet_keytools.rotation.report import FileRotation, RotationReport
 from parquet_keytools.rotation.rewrapper import same_master_key
@@ -1110,7 +1110,7 @@ class Keytools(Summarised):
         rekeyed: Collection[str] = (),
         moves: Mapping[str, str] | None = None,
     ) -> Iterator[None]:
-        """Update a list of files, if there is one, after a `with` block; see `file_list.updated_list`."""
+        """Update a list of files, if there is one, after a `with` block; see `data_set.updated_list`."""
         if update_list is None:
             yield
             return
@@ -1150,15 +1150,9 @@ class Keytools(Summarised):
             ConfigurationError: The table does not exist.
             KeytoolsError: The file failed. For a folder, the report lists files that failed.
         """
-        request = InPlaceRequest(
-            keep_results,
-            on_file,
-            follow_links=follow_links,
-            table_name=table_name,
-            on_progress=on_progress,
-            key_values=key_values,
-        )
-        return rekeying.encrypt_data_set(self._keys, FileLocation.resolve(path, filesystem), request)
+        encrypting = rekeying.Encrypting(self._keys, table_name, key_values, on_progress)
+        options = RunOptions(keep_results, on_file, follow_links=follow_links)
+        return encrypting.run(FileLocation.resolve(path, filesystem), options)
 
     def rekey_in_place(
         self,
@@ -1209,24 +1203,23 @@ class Keytools(Summarised):
             if on_file is not None:
                 on_file(file)
 
-        request = rekeying.RekeyRequest(
+        location, after = FileLocation.resolve(path, filesystem), new_keytools or self
+        rekeys = rekeying.Rekeying(
+            self._keys,
+            after._keys,
             table_name=table_name,
             new_table_name=new_table_name or (None if is_other else table_name),
             aad_prefix=aad_prefix,
             as_before=new_table_name in (None, table_name) and not is_other,
             verify=verify,
-            keep_results=keep_results,
-            on_file=on_file_done,
-            on_progress=on_progress,
-            follow_links=follow_links,
             key_values=key_values,
+            on_progress=on_progress,
         )
-        location, after = FileLocation.resolve(path, filesystem), new_keytools or self
         # `rotation.moves` is for rotations: a rekeyed file is under the keys of its table.
         with self._updated_list(
             update_list, location, after, table_name, list_key, new_table_name, rekeyed, moves={}
         ):
-            return rekeying.rekey_data_set(self._keys, after._keys, location, request)
+            return rekeys.run(location, RunOptions(keep_results, on_file_done, follow_links=follow_links))
 
     # --- keys in use ---
 

@@ -1,27 +1,49 @@
-"""The files of a folder checked as one data set, whose parts AAD prefixes or else names number (spec 4.4.1)."""
+"""The files of a folder checked as one data set, whose parts AAD prefixes or else names number (spec 4.4.1).
+
+A data set of plain files does not say which files belong to it. A list does, authenticated by an HMAC whose key a
+master key wraps: with it, `verify` also finds files that were removed, added, exchanged or put back in an older
+version.
+"""
 
 from __future__ import annotations
 
+import hmac
+import json
+import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import PurePosixPath
+from typing import Any
 
+from parquet_keytools import audit
 from parquet_keytools.conformance.file_keys import SharedNonces, TableFiles
-from parquet_keytools.conformance.file_verifier import FileFacts
-from parquet_keytools.conformance.report import RuleBook, RuleResult, Scope
+from parquet_keytools.conformance.file_verifier import FileEnd, FileFacts
+from parquet_keytools.conformance.report import RuleBook
 from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import FooterMode
-from parquet_keytools.errors import KeyMaterialError, KeytoolsError, ParquetFormatError
+from parquet_keytools.errors import (
+    ConfigurationError,
+    FileListError,
+    KeyMaterialError,
+    KeytoolsError,
+    ParquetFormatError,
+)
+from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.opened_file import open_files
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
-from parquet_keytools.keys.key_material import KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_material import KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.material_store import read_key_materials
-from parquet_keytools.runtime.presentation import escaped_path
-from parquet_keytools.storage.locations import FileLocation, open_source
-from parquet_keytools.storage.walk import LeftOut, LeftOutReason, named_parquet_file
+from parquet_keytools.runtime.presentation import escaped_path, printable
+from parquet_keytools.secret_bytes import SecretBytes
+from parquet_keytools.storage.locations import FileLocation, open_source, read_whole
+from parquet_keytools.storage.outputs import write_whole
+from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, data_set, named_parquet_file
 
 _PART = re.compile(r"part[-_.]?(\d{1,9})", re.IGNORECASE)
 _RUN = re.compile(r"\d{1,9}")
@@ -72,55 +94,37 @@ def missing_parts(names: Iterable[PartName]) -> Iterator[tuple[str, list[int]]]:
                 yield template, shown
 
 
-@dataclass(frozen=True)
-class Member:
-    """A file of a data set."""
-
-    name: str
-    facts: FileFacts
-
-    @property
-    def part_name(self) -> PartName:
-        """What tells which part it is."""
-        prefix = self.facts.aad_prefix
-        texts = [self.name] if prefix is None else [prefix.decode("utf-8", "replace"), self.name]
-        return [text.rpartition("/")[2] for text in texts]
+def _part_name(member: FileFacts) -> PartName:
+    prefix = member.aad_prefix
+    texts = [member.name] if prefix is None else [prefix.decode("utf-8", "replace"), member.name]
+    return [text.rpartition("/")[2] for text in texts]
 
 
 def check_data_set(
     folder: FileLocation,
-    members: Sequence[Member],
+    members: Sequence[FileFacts],
     left_out: Sequence[LeftOut],
     nonces: SharedNonces,
-    *,
+    book: RuleBook,
     tables: TableFiles,
     allow_plaintext: Collection[str] = (),
     part_count: int | None = None,
-    check_list: Callable[[RuleBook], None] | None = None,
-) -> tuple[RuleResult, ...]:
+) -> None:
     """Check the rules of a data set.
 
-    Args:
-        folder: The folder.
-        members: Its files.
-        left_out: What else is in it.
-        nonces: Those of all its files.
-        tables: The files of authentic tables that keep keys elsewhere.
-        allow_plaintext: Globs of paths within the folder of plaintext files that are accepted.
-        part_count: How many parts there must be, numbered from 0; None where that is not known.
-        check_list: Compares the files with a list; None without one.
+    `allow_plaintext` has globs of paths within the folder of plaintext files that are accepted; `part_count` is
+    how many parts there must be, numbered from 0, if that is known.
     """
-    book = RuleBook([Scope.DATA_SET])
-    encrypted = [member for member in members if member.facts.is_encrypted]
+    encrypted = [member for member in members if member.is_encrypted]
     _check_distinct(
-        "file-copied", ((member.name, [member.facts.file_unique]) for member in encrypted), "file unique", book
+        "file-copied", ((member.name, [member.file_unique]) for member in encrypted), "file unique", book
     )
     _check_distinct(
-        "prefix-shared", ((member.name, [member.facts.aad_prefix]) for member in encrypted), "AAD prefix", book
+        "prefix-shared", ((member.name, [member.aad_prefix]) for member in encrypted), "AAD prefix", book
     )
     _check_keys(encrypted, nonces, book)
     for member in members:
-        if member.facts.mode is FooterMode.UNENCRYPTED and not matches_any(member.name, allow_plaintext):
+        if member.mode is FooterMode.UNENCRYPTED and not matches_any(member.name, allow_plaintext):
             book.broken("plaintext-among", f"{member.name} is not encrypted.")
     book.holds("plaintext-among", "plaintext-skipped", "other-data")
     _check_left_out(folder, members, left_out, tables, allow_plaintext, book)
@@ -131,36 +135,31 @@ def check_data_set(
     else:
         _check_parts(members, part_count, book)
     _check_columns(members, book)
-    if check_list is not None:
-        check_list(book)
-    return book.results()
 
 
-def _check_keys(encrypted: Sequence[Member], nonces: SharedNonces, book: RuleBook) -> None:
+def _check_keys(encrypted: Sequence[FileFacts], nonces: SharedNonces, book: RuleBook) -> None:
     """Check what DEKs were used for; where some are not known, that is no pass."""
     unknown: dict[str, list[str]] = defaultdict(list)
     for member in encrypted:
-        if member.facts.unknown is not None:
-            unknown[member.facts.unknown].append(member.name)
+        if member.unknown is not None:
+            unknown[member.unknown].append(member.name)
     for reason, names in unknown.items():
         who = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         for rule_id in ("dek-shared", "nonce-shared", "invocations-shared"):
             book.not_checked(rule_id, f"{who}: {reason}")
-    _check_distinct(
-        "dek-shared", ((member.name, member.facts.dek_fingerprints) for member in encrypted), "DEK", book
-    )
+    _check_distinct("dek-shared", ((member.name, member.dek_fingerprints) for member in encrypted), "DEK", book)
     nonces.check(book)
 
 
 def _check_left_out(
     folder: FileLocation,
-    members: Sequence[Member],
+    members: Sequence[FileFacts],
     left_out: Sequence[LeftOut],
     tables: TableFiles,
     allow_plaintext: Collection[str],
     book: RuleBook,
 ) -> None:
-    verified = {m.name: m.facts.refers_to_material_file for m in members if m.facts.mode is not None}
+    verified = {m.name: m.refers_to_material_file for m in members if m.mode is not None}
     for left in left_out:
         location, reason = left.location, left.reason
         if reason is LeftOutReason.SUMMARY or location.path in tables.metadata_files:
@@ -201,10 +200,10 @@ def _check_left_out(
 
 
 def _check_summaries(
-    folder: FileLocation, summaries: Sequence[FileLocation], members: Sequence[Member], book: RuleBook
+    folder: FileLocation, summaries: Sequence[FileLocation], members: Sequence[FileFacts], book: RuleBook
 ) -> None:
     names = {member.name for member in members}
-    is_encrypted = any(member.facts.is_encrypted for member in members)
+    is_encrypted = any(member.is_encrypted for member in members)
     if is_encrypted:
         book.holds("summary-file")
     for summary in summaries:
@@ -237,18 +236,18 @@ def _check_distinct(
         book.holds(rule_id)
 
 
-def _check_gaps(members: Sequence[Member], book: RuleBook) -> None:
-    for template, missing in missing_parts(member.part_name for member in members):
+def _check_gaps(members: Sequence[FileFacts], book: RuleBook) -> None:
+    for template, missing in missing_parts(_part_name(member) for member in members):
         book.broken("part-gap", f"there are no parts {_shown(missing)} of {template!r}.")
-    if any(part_number(member.part_name) is not None for member in members):
+    if any(part_number(_part_name(member)) is not None for member in members):
         book.holds("part-gap")
 
 
-def _check_parts(members: Sequence[Member], part_count: int, book: RuleBook) -> None:
+def _check_parts(members: Sequence[FileFacts], part_count: int, book: RuleBook) -> None:
     names: dict[int, list[str]] = defaultdict(list)
     strangers: list[str] = []
     for member in members:
-        found = part_number(member.part_name)
+        found = part_number(_part_name(member))
         if found is None or found[1] >= part_count:
             strangers.append(member.name)
         else:
@@ -267,10 +266,8 @@ def _shown(numbers: Sequence[int]) -> str:
     return f"{shown} and more" if len(numbers) > _MOST_SHOWN else shown
 
 
-def _check_columns(members: Sequence[Member], book: RuleBook) -> None:
-    known = [
-        (member.name, member.facts.column_paths) for member in members if member.facts.column_paths is not None
-    ]
+def _check_columns(members: Sequence[FileFacts], book: RuleBook) -> None:
+    known = [(member.name, member.column_paths) for member in members if member.column_paths is not None]
     if len(known) < len(members):
         book.not_checked("same-columns", "the columns of some files are not known")
     for name, paths in known[1:]:
@@ -314,11 +311,7 @@ def _visible_of(location: FileLocation) -> FooterEnvelope | None:
 
 
 def _is_key_material(parquet_file: FileLocation) -> bool:
-    """Return whether the file beside a Parquet file that is named as its key material is key material.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return whether the file beside a Parquet file that is named as its key material is key material."""
     try:
         read_key_materials(parquet_file)
     except KeytoolsError:
@@ -362,9 +355,6 @@ def _plaintext_kind(location: FileLocation) -> str | None:
     """Return the format of a file that readers could take for plaintext data; None for other files.
 
     The content decides if it has magic, else the name.
-
-    Raises:
-        OSError: It cannot be read.
     """
     with open_source(location) as source:
         if source.size_bytes == 0:
@@ -386,3 +376,227 @@ def _plaintext_kind(location: FileLocation) -> str | None:
     if ending in _COMPRESSIONS and len(endings) > 1:
         ending = endings[-2]
     return _KIND_OF_ENDING.get(ending) if len(endings) > 1 else None
+
+
+# --- Lists of files ---
+
+_FORMAT = "parquet-keytools file list"
+_VERSION = 1
+_PURPOSE = b"parquet-keytools file list 1"
+"""Derives the key of the HMAC, so that no key of a Parquet file authenticates a list."""
+
+_MAX_LIST_BYTES = 512 << 20
+_FILES_AT_A_TIME = 100
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class ListedFile(FileEnd):
+    """What a list says about a file; a rotation does not change `file_unique`, in hexadecimal (spec 4.4.1)."""
+
+    file_unique: str
+
+
+def check_list(
+    files: Mapping[str, ListedFile], members: Sequence[FileFacts], unknown: Sequence[str], book: RuleBook
+) -> None:
+    """Compare the files of a folder with a list (rule `file-list`); `unknown` are files that were not verified."""
+    found = {member.name: member for member in members}
+    unverified = {*unknown, *(name for name, facts in found.items() if facts.mode is None)}
+    entries = listed_files(members)
+    for name, listed in files.items():
+        if name in unverified:
+            continue
+        if name not in found:
+            book.broken("file-list", f"{name} is in the list, and not in the folder.")
+        elif name not in entries:
+            book.broken("file-list", f"{name} is not encrypted, unlike the file in the list.")
+        else:
+            is_same = entries[name] == listed
+            book.check("file-list", is_same, f"{name} has another size or footer than in the list.")
+    for name in entries:
+        book.check("file-list", name in files, f"{name} is not in the list.")
+    for name in unverified:
+        book.not_checked("file-list", f"{name} could not be verified")
+
+
+def _listed(end: FileEnd, file_unique: bytes | None) -> ListedFile:
+    return ListedFile(end.size_bytes, end.footer_sha256, (file_unique or b"").hex())
+
+
+def listed_files(members: Sequence[FileFacts]) -> dict[str, ListedFile]:
+    """Return the entries of encrypted files as they were verified: a file may have been replaced since."""
+    return {
+        member.name: _listed(member.end, member.file_unique)
+        for member in members
+        if member.is_encrypted and member.end is not None
+    }
+
+
+class ListKeeper:
+    """Reads and writes lists with the keys of a configuration.
+
+    Anyone who can unwrap keys with the master key of a list can forge lists under that key.
+    """
+
+    def __init__(self, keys: KeyService, table_name: str | None, key_name: str | None) -> None:
+        """Choose the master key: the footer key of the table, unless another one is named."""
+        self._keys = keys
+        self._table_name, table = keys.configuration.select_table(table_name)
+        self._key_name = key_name or table.footer_key
+        keys.master_key_id(self._key_name)
+
+    def follow(self, moves: Mapping[str, str] | None) -> None:
+        """Take the master key that replaces the key of the list, as `Keytools.rotate` moves keys."""
+        moves = self._keys.configuration.rotation.moves if moves is None else moves
+        own = self._keys.master_key_id(self._key_name)
+        for old, new in moves.items():
+            if self._keys.master_key_id(old) == own:
+                self._key_name = new
+
+    def refuse_inside(self, target: FileLocation, folder: FileLocation) -> None:
+        """Refuse a list inside the folder, where anyone who may change the data may put back an older list."""
+        paths = [place.path.rstrip("/") for place in (target, folder)]
+        if target.is_local and folder.is_local:
+            paths = [os.path.realpath(path) for path in paths]
+        if f"{paths[0]}/".startswith(f"{paths[1]}/"):
+            raise ConfigurationError(
+                f"the list {target} is in the folder of its files.",
+                hint="Keep it where those who write the data cannot: an older list fits older files.",
+            )
+
+    def write(self, target: FileLocation, files: Mapping[str, ListedFile]) -> None:
+        """Write a list with a new key; a file that exists is replaced in one step."""
+        with audit.about(target):
+            key, material = self._keys.new_wrapped_key(self._key_name)
+        document = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "table": self._table_name,
+            "recorded_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "key_material": material.serialise(internal=True),
+            "files": {name: asdict(listed) for name, listed in sorted(files.items())},
+        }
+        document["hmac_sha256"] = _hmac(key, document).hex()
+        write_whole(target, json.dumps(document, indent=1).encode() + b"\n")
+
+    def read(self, source: FileLocation) -> dict[str, ListedFile]:
+        """Return the files of a list, by their paths within the folder, once the list is authenticated."""
+        document, material, claimed = _parsed(source)
+        with audit.about(source):
+            key = self._unwrapped(source, material)
+        if not hmac.compare_digest(_hmac(key, document), claimed):
+            raise _invalid(source, "its HMAC is wrong: the list was changed, or its key was")
+        if document["table"] != self._table_name:
+            raise _invalid(source, f"it is for table {document['table']!r}, not {self._table_name!r}")
+        try:
+            return {name: ListedFile(**entry) for name, entry in document["files"].items()}
+        except (AttributeError, TypeError):
+            raise _invalid(source, "its entries have unknown fields") from None
+
+    def entries(self, folder: FileLocation) -> dict[str, ListedFile]:
+        """Return the entries of all encrypted files of a folder, whose footers are authenticated."""
+        found = data_set(folder, into_passed_over=True)
+        files = [entry.location for entry in found if isinstance(entry, ParquetFile)]
+        kms_keys = self._keys.kms_keys()
+        entries: dict[str, ListedFile] = {}
+        for start in range(0, len(files), _FILES_AT_A_TIME):
+            opened = open_files(
+                files[start : start + _FILES_AT_A_TIME],
+                kms_keys,
+                self._keys.data_keys,
+                aad_prefix_of=lambda location, stored: self._keys.expected_aad_prefix(
+                    location, self._table_name, None, stored
+                ),
+                # A rotation may have moved keys to a master key that the table does not name yet.
+                table_check=None,
+                allow_plaintext=True,
+                wanted=lambda _: (),
+            )
+            for file in opened:
+                if file.is_encrypted:
+                    end = FileEnd.of(file.tail.offset, file.tail.data)
+                    entries[file.location.path_within(folder)] = _listed(end, file.footer.envelope.aad_file_unique)
+        return entries
+
+    def _unwrapped(self, source: FileLocation, material: KeyMaterial) -> SecretBytes:
+        # The list must not choose the master key: a reader of a column could forge a list under the column's key.
+        if not self._keys.is_under(material, self._key_name):
+            raise FileListError(
+                f"{source} is under master key {printable(material.master_key_id)!r}, not {self._key_name!r}.",
+                hint="Name the master key that the list was recorded with: --list-key.",
+            )
+        return self._keys.unwrap_key(material)
+
+
+def _parsed(source: FileLocation) -> tuple[dict[str, Any], KeyMaterial, bytes]:
+    """Return the document without its HMAC, its key material, and the HMAC. Nothing is authenticated yet."""
+    try:
+        document = json.loads(read_whole(source, _MAX_LIST_BYTES))
+        if document["format"] != _FORMAT or document["version"] != _VERSION:
+            raise _invalid(source, "its format or version is unknown")
+        claimed = bytes.fromhex(document.pop("hmac_sha256"))
+        return document, KeyMaterial.parse(document["key_material"]), claimed
+    except (ParquetFormatError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _invalid(source, "it is not a list that `verify --record` writes") from None
+
+
+def _invalid(source: FileLocation, why: str) -> FileListError:
+    return FileListError(f"{source} is not valid: {why}.", hint="Use the list that was kept in a safe place.")
+
+
+def _hmac(key: SecretBytes, document: Mapping[str, Any]) -> bytes:
+    derived = hmac.digest(key.reveal(), _PURPOSE, "sha256")
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hmac.digest(derived, canonical.encode("ascii"), "sha256")
+
+
+@contextmanager
+def updated_list(
+    target: FileLocation, folder: FileLocation, before: ListKeeper, after: ListKeeper, rekeyed: Collection[str]
+) -> Iterator[None]:
+    """Compare a folder with its list, let a `with` block change keys, and write the new list.
+
+    Files that changed since the list was recorded are accepted if they have the same `aad_file_unique`, as they do
+    after an interrupted rotation. The list is also written if the block raises. To `rekeyed`, the block adds the
+    paths of files that it gave new data keys, and so a new `aad_file_unique`.
+    """
+    before.refuse_inside(target, folder)
+    listed = before.read(target)
+    _compare(target, listed, before.entries(folder), frozenset())
+
+    def update() -> None:
+        found = after.entries(folder)
+        _compare(target, listed, found, {FileLocation.resolve(path).path_within(folder) for path in rekeyed})
+        after.write(target, found)
+
+    try:
+        yield
+    except BaseException:
+        # The first error is the one to report.
+        with suppress(KeytoolsError, OSError):
+            update()
+        raise
+    update()
+
+
+def _compare(
+    target: FileLocation,
+    listed: Mapping[str, ListedFile],
+    found: Mapping[str, ListedFile],
+    rekeyed: Collection[str],
+) -> None:
+    problems = [f"{name} is missing" for name in listed.keys() - found.keys()]
+    problems += [f"{name} is not in the list" for name in found.keys() - listed.keys()]
+    problems += [
+        f"{name} is another file"
+        for name in listed.keys() & found.keys()
+        if listed[name].file_unique != found[name].file_unique and name not in rekeyed
+    ]
+    if problems:
+        shown = "; ".join(map(escaped_path, sorted(problems)[:_MOST_NAMED]))
+        more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+        raise FileListError(
+            f"the files differ from the list {target}: {shown}{more}.",
+            hint="Find out why: `verify --expect`. To accept the files that are there: `verify --record`.",
+        )

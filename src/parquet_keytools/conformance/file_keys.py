@@ -15,13 +15,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter
 from parquet_keytools.conformance.report import RuleBook, Scope
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
 from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS, NONCE_LENGTH
-from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode, KeyRetriever
+from parquet_keytools.encryption.protection import ColumnEncryption, Envelope, FooterMode
 from parquet_keytools.errors import (
     ConfigurationError,
     KeyMaterialError,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     # These take long to import, for a look at a file without a configuration.
     from parquet_keytools.config.key_policy import KeyReference as ConfiguredKey
     from parquet_keytools.files.table_check import SeenColumn, TableCheck
+    from parquet_keytools.keys.key_wrapping import FileKeyRetriever
 
 _AES_KEY_LENGTHS = (128, 192, 256)
 
@@ -80,34 +81,11 @@ def title_of(user: KeyUser) -> str:
     return title if title != "footer" else "column footer"
 
 
-class MaterialFinder(KeyRetriever, Protocol):
-    """A `KeyRetriever` that also shows the key material that it works with."""
-
-    @property
-    def kms_instances(self) -> frozenset[str]:
-        """The names of KMSs that files may name; see `KmsClient.instances`."""
-        ...
-
-    def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
-        """Return what key metadata is or refers to; see `FileKeyRetriever.material`."""
-        ...
-
-    def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
-        """Return the id of the data key of the footer (None) or of a column, if it is known."""
-        ...
-
-    def kek_length_bits(self, material: KeyMaterial) -> int | None:
-        """Return the length of the KEK of key material, if it has one that is known by now."""
-        ...
-
-
 @dataclass(frozen=True)
 class OneKey:
     """The key of a file whose table keeps it outside of the file, as Iceberg does; a `MaterialFinder`.
 
-    Attributes:
-        dek: Encrypts the footer and all columns.
-        aad_prefix: The AAD prefix of the file; may be empty.
+    It encrypts the footer and all columns. The AAD prefix may be empty.
     """
 
     dek: SecretBytes
@@ -136,16 +114,16 @@ class OneKey:
         """Return None: there is no key material."""
 
 
+MaterialFinder: TypeAlias = "FileKeyRetriever | OneKey"
+"""Finds the keys of a file, and the key material that they are in."""
+
+
 @dataclass(frozen=True)
 class TableFiles:
-    """The files of authentic tables that keep keys outside of their data files, as Iceberg does.
+    """The files of authentic tables that keep keys outside of their data files, as Iceberg does, by their paths.
 
-    Attributes:
-        metadata_files: Paths of metadata files, which are plaintext by design.
-        refused: Path of each other metadata file -> why no authentic table has it.
-        not_checked: Path of each metadata file that could not be checked -> why.
-        keys: Path of each Parquet file -> its key.
-        kms_is_unavailable: Whether files could not be checked because the KMS could not be reached.
+    Metadata files are plaintext by design. Of others there is a reason why no authentic table has them, or why
+    they could not be checked.
     """
 
     metadata_files: frozenset[str] = frozenset()
@@ -161,7 +139,7 @@ class FileKeys:
 
     Attributes:
         finder: Where keys come from; None where no keys are given.
-        fingerprints: Of the DEKs that were found, by a key of this process.
+        denied: Why keys are unavailable.
         key_names: Identifier of the master key, or id of the data key.
         refers_to_material_file: Whether key metadata refers to the key material file, as far as it was read.
     """
@@ -175,15 +153,8 @@ class FileKeys:
     refers_to_material_file: bool = False
     _of_wrong_kind: set[KeyUser] = field(default_factory=set)
 
-    def footer_dek(self, key_metadata: bytes | None) -> SecretBytes | None:
-        """Return the DEK of the footer; None where it is unavailable, and the reason is in `denied`."""
-        return self._deks([(FOOTER, key_metadata)])[0]
-
-    def column_deks(self, columns: Sequence[tuple[KeyUser, bytes | None]]) -> list[SecretBytes | None]:
-        """Return the DEKs of columns, asked for together."""
-        return self._deks(columns) if columns else []
-
-    def _deks(self, wanted: Sequence[tuple[KeyUser, bytes | None]]) -> list[SecretBytes | None]:
+    def deks(self, wanted: Sequence[tuple[KeyUser, bytes | None]]) -> list[SecretBytes | None]:
+        """Return DEKs, asked for together; None where one is unavailable, and the reason is in `denied`."""
         found: list[SecretBytes | None] = [None] * len(wanted)
         materials: dict[int, KeyMaterial | None] = {}
         for position, (user, key_metadata) in enumerate(wanted):
@@ -297,10 +268,9 @@ def fingerprint(dek: SecretBytes) -> bytes:
     return hashlib.blake2b(dek.reveal(), key=_Fingerprints.key, digest_size=16).digest()
 
 
-def check_deks(
-    footer_fingerprint: bytes | None, columns: Sequence[tuple[Column, bytes]], keys: FileKeys, book: RuleBook
-) -> None:
+def check_deks(footer_fingerprint: bytes | None, columns: Sequence[tuple[Column, bytes]], keys: FileKeys) -> None:
     """Check that keys that have two names are two."""
+    book = keys.book
     names: defaultdict[bytes, dict[str, str]] = defaultdict(dict)
     for column, fingerprint in columns:
         book.holds("dek-distinct")
@@ -348,9 +318,9 @@ _RULE_OF = {
 }
 
 
-def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: FileKeys, book: RuleBook) -> None:
+def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: FileKeys) -> None:
     """Compare what is visible of a file with what its table wants; this needs no key."""
-    table = expectation.table
+    table, book = expectation.table, keys.book
     if table is None:
         if expectation.without_table:
             book.scope_not_checked(Scope.CONFIGURATION, expectation.without_table)
@@ -363,7 +333,7 @@ def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: Fi
     is_stored = envelope.aad_prefix is not None
     may_be_stored = table.settings.store_aad_prefix
     book.check("wanted-prefix", may_be_stored or not is_stored, "the prefix is stored.")
-    is_known, key = _key(FOOTER, envelope.key_metadata, keys, book)
+    is_known, key = _key(FOOTER, envelope.key_metadata, keys)
     found = table.for_file(expectation.path, [key]).footer_mismatches(envelope.algorithm, key)
     _note(found if is_known else [mismatch for mismatch in found if mismatch.what == "algorithm"], table, book)
     book.holds("wanted-algorithm", *(["wanted-keys"] if is_known else []))
@@ -374,11 +344,10 @@ def check_table_of_columns(
     envelope: Envelope,
     footer: OpenFooter,
     keys: FileKeys,
-    book: RuleBook,
-    kept: Mapping[str, Sequence[ColumnMetaData]] | None = None,
+    kept: Mapping[str, Sequence[ColumnMetaData]],
 ) -> None:
     """Compare the columns of a file with what its table wants; `kept` has the metadata of its value columns."""
-    table = expectation.table
+    table, book = expectation.table, keys.book
     if table is None:
         return
     try:
@@ -387,9 +356,9 @@ def check_table_of_columns(
     except ConfigurationError as error:
         # Readers take files of another schema, and compare the columns that are there: so the rest is done, too.
         book.broken("wanted-columns", str(error))
-    is_known, footer_key = _key(FOOTER, envelope.key_metadata, keys, book)
+    is_known, footer_key = _key(FOOTER, envelope.key_metadata, keys)
     if envelope.algorithm is not None:
-        _check_length(FOOTER, footer_key, table, keys, book)
+        _check_length(FOOTER, footer_key, table, keys)
     if not footer.row_groups or not is_known:
         return
     from parquet_keytools.config.key_policy import undecided_columns
@@ -405,16 +374,16 @@ def check_table_of_columns(
     for column in footer.columns:
         key = None
         if column.encryption is ColumnEncryption.COLUMN_KEY:
-            is_known, key = _key(column.path, column.key_metadata, keys, book)
+            is_known, key = _key(column.path, column.key_metadata, keys)
             if not is_known:
                 continue
-            _check_length(column.path, key, table, keys, book)
+            _check_length(column.path, key, table, keys)
         seen.append(SeenColumn(column.path, column.encryption, key))
     try:
         of_file = table.for_file(expectation.path, [footer_key, *(column.key for column in seen)])
         _note(of_file.column_mismatches(footer_key, seen), table, book)
         if envelope.algorithm is not None:
-            _check_values(of_file, footer, kept or {}, book)
+            _check_values(of_file, footer, kept, book)
     except ConfigurationError as error:
         for rule_id in ("wanted-keys", "wanted-encryption"):
             book.not_checked(rule_id, str(error))
@@ -440,9 +409,7 @@ def _check_values(
     _note(table.value_mismatches(values), table, book)
 
 
-def _key(
-    user: KeyUser, key_metadata: bytes | None, keys: FileKeys, book: RuleBook
-) -> tuple[bool, ConfiguredKey | None]:
+def _key(user: KeyUser, key_metadata: bytes | None, keys: FileKeys) -> tuple[bool, ConfiguredKey | None]:
     """Return whether it is known what key metadata says, and the key that it names."""
     from parquet_keytools.files.table_check import seen_key
 
@@ -451,7 +418,7 @@ def _key(
         return True, seen_key(keys.finder, key_metadata, user or None)
     except (KeytoolsError, OSError):
         # What is wrong with it is a matter of other rules.
-        book.not_checked("wanted-keys", f"{title_of(user)}: its key is unknown")
+        keys.book.not_checked("wanted-keys", f"{title_of(user)}: its key is unknown")
         return False, None
 
 
@@ -463,9 +430,7 @@ def _note(mismatches: Sequence[TableMismatch], table: TableCheck, book: RuleBook
         book.broken(_RULE_OF[mismatch.what], f"{text}.")
 
 
-def _check_length(
-    user: KeyUser, key: ConfiguredKey | None, table: TableCheck, keys: FileKeys, book: RuleBook
-) -> None:
+def _check_length(user: KeyUser, key: ConfiguredKey | None, table: TableCheck, keys: FileKeys) -> None:
     """Check the length of a DEK that a master key wraps; the length of a data key is its owner's affair."""
     from parquet_keytools.config.key_policy import MasterKeyReference
 
@@ -473,10 +438,10 @@ def _check_length(
         return
     least, length = table.settings.data_key_length_bits, keys.dek_lengths_bits.get(user)
     if length is None:
-        book.not_checked("wanted-key-length", f"{title_of(user)}: its key is unavailable")
+        keys.book.not_checked("wanted-key-length", f"{title_of(user)}: its key is unavailable")
     else:
         message = f"the DEK of {title_of(user)} has {length} bits, and {least} are wanted."
-        book.check("wanted-key-length", length >= least, message)
+        keys.book.check("wanted-key-length", length >= least, message)
 
 
 # --- Nonces by DEK, of a file or of a data set ---
@@ -506,25 +471,16 @@ class Invocations(NamedTuple):
 
 
 def nonce_entry(nonce: bytes | memoryview, offset: int, check: bytes | memoryview) -> bytes:
-    """Return what is kept of a module.
+    """Return what is kept of a module at an offset.
 
-    Args:
-        nonce: 12 bytes.
-        offset: Where the module lies.
-        check: Four bytes that tell a copy of the module from another module: the end of its tag, or the CRC of
-            both ends of a page that has none.
+    `check` is four bytes that tell a copy of the module from another module: the end of its tag, or the CRC of
+    both ends of a page that has none.
     """
     return b"".join((nonce, offset.to_bytes(_OFFSET_LENGTH, "little"), check))
 
 
 class NoncePart(NamedTuple):
-    """The nonces that one pass keeps.
-
-    Attributes:
-        part: Which part of the nonces.
-        parts: How many parts there are.
-        only: Fingerprints of the DEKs; None for all.
-    """
+    """Which part of the nonces one pass keeps; `only` under DEKs with these fingerprints, or None for all."""
 
     part: int
     parts: int
@@ -534,11 +490,7 @@ class NoncePart(NamedTuple):
 class FileNonces:
     """The nonces of one file, or a part of them, by the fingerprint of their DEK; for one thread.
 
-    Args:
-        wanted: Which to keep; None for all, or for as many parts as memory demands.
-
-    Attributes:
-        part: Which are kept.
+    All are kept, unless a part is `wanted`, or memory demands that only a `part` is.
     """
 
     def __init__(self, wanted: NoncePart | None = None) -> None:
@@ -556,13 +508,7 @@ class FileNonces:
         return {key: Invocations(modules, self._pages[key]) for key, modules in self._modules.items()}
 
     def add(self, fingerprint: bytes, entries: bytes | bytearray, pages: int = 0) -> None:
-        """Add the nonces of one module or of several.
-
-        Args:
-            fingerprint: Of the DEK.
-            entries: One `nonce_entry` after another.
-            pages: How many of them are pages.
-        """
+        """Add one `nonce_entry` after another under the DEK with a fingerprint; some of them are of pages."""
         if not entries:
             return
         self._modules[fingerprint] += len(entries) // ENTRY_LENGTH
@@ -694,56 +640,39 @@ class SharedNonces:
         pairs: Counter[tuple[int, int]] = Counter()
         parts = total * (ENTRY_LENGTH + _FILE_LENGTH) // MEMORY_BYTES + 1
         for part in range(parts):
-            files = self._read_again(names, NoncePart(part, parts, frozenset(shared)))
-            pairs += _pairs(names, self._again(names, files, shared, book), shared)
+            pairs += self._pairs(names, NoncePart(part, parts, frozenset(shared)), book)
         for (first_file, file), number in sorted(pairs.items()):
             modules = "one module has" if number == 1 else f"{number} modules have"
             message = f"{modules} the same DEK and nonce in {names[first_file]} and {names[file]}."
             book.broken("nonce-shared", message)
 
-    def _again(
-        self,
-        names: list[str],
-        files: Iterable[tuple[str, FileNonces | None]],
-        shared: Collection[bytes],
-        book: RuleBook,
-    ) -> Iterator[tuple[str, FileNonces]]:
-        """Yield the nonces of one pass, and note the files that are not what they were when they were added.
+    def _pairs(self, names: list[str], part: NoncePart, book: RuleBook) -> Counter[tuple[int, int]]:
+        """Return how many modules have the nonce of a module in another file, by the positions of both files.
 
-        What such a file still has is compared, too: a breach that shows is one.
+        Files that are not what they were when they were added are noted. What they still have is compared, too: a
+        breach that shows is one.
         """
+        positions = {name: position for position, name in enumerate(names)}
         left = dict.fromkeys(names)
-        for name, nonces in files:
-            if nonces is None:
+        entries: defaultdict[bytes, bytearray] = defaultdict(bytearray)
+        for name, nonces in self._read_again(names, part):
+            if nonces is None or name not in positions:
                 continue
-            before = {key: self._users[key][name] for key in shared if name in self._users[key]}
-            if before == {key: number for key, number in nonces.invocations.items() if key in shared}:
-                left.pop(name, None)
-            yield name, nonces
-        for name in left:
-            book.not_checked("nonce-shared", f"{name}: it {NOT_READ_AGAIN}")
-
-
-def _pairs(
-    names: list[str], files: Iterable[tuple[str, FileNonces]], shared: Collection[bytes]
-) -> Counter[tuple[int, int]]:
-    """Return how many modules have the nonce of a module in another file, by the positions of both files."""
-    positions = {name: position for position, name in enumerate(names)}
-    entries: defaultdict[bytes, bytearray] = defaultdict(bytearray)
-    for name, nonces in files:
-        if name in positions:
-            file = positions[name].to_bytes(_FILE_LENGTH, "big")
-            for fingerprint in shared:
+            file, invocations, is_same = positions[name].to_bytes(_FILE_LENGTH, "big"), nonces.invocations, True
+            for fingerprint in part.only or ():
+                is_same &= self._users[fingerprint].get(name) == invocations.get(fingerprint)
                 for entry in nonces.entries(fingerprint):
                     entries[fingerprint] += entry + file
-    pairs: Counter[tuple[int, int]] = Counter()
-    for found in entries.values():
-        for first, rest in _repeated(found, ENTRY_LENGTH + _FILE_LENGTH):
-            # A module that ends alike is a copy.
-            files_of = int.from_bytes(first[-_FILE_LENGTH:]), int.from_bytes(rest[-_FILE_LENGTH:])
-            if (
-                files_of[0] != files_of[1]
-                and first[_OFFSET_LENGTH:-_FILE_LENGTH] != rest[_OFFSET_LENGTH:-_FILE_LENGTH]
-            ):
-                pairs[files_of] += 1
-    return pairs
+            if is_same:
+                left.pop(name, None)
+        for name in left:
+            book.not_checked("nonce-shared", f"{name}: it {NOT_READ_AGAIN}")
+        pairs: Counter[tuple[int, int]] = Counter()
+        for found in entries.values():
+            for first, rest in _repeated(found, ENTRY_LENGTH + _FILE_LENGTH):
+                # A module that ends alike is a copy.
+                files_of = int.from_bytes(first[-_FILE_LENGTH:]), int.from_bytes(rest[-_FILE_LENGTH:])
+                ends = first[_OFFSET_LENGTH:-_FILE_LENGTH], rest[_OFFSET_LENGTH:-_FILE_LENGTH]
+                if files_of[0] != files_of[1] and ends[0] != ends[1]:
+                    pairs[files_of] += 1
+        return pairs

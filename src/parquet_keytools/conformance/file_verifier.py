@@ -7,13 +7,14 @@ a counter that begins elsewhere, shows there; a few altered values do not.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -42,9 +43,8 @@ from parquet_keytools.conformance.footer_rules import (
     check_footer,
     check_gaps,
     check_layout,
-    check_required,
     check_row_groups,
-    plaintext_metadata,
+    read_metadata,
 )
 from parquet_keytools.conformance.report import FILE_SCOPES, Damage, FileReport, Loss, RuleBook, Scope
 from parquet_keytools.encryption.aad import FOOTER_PLACE, MAX_COUNT, ModulePlace, ModuleType, without_delimiter
@@ -74,6 +74,7 @@ from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import AadPrefixError, DecryptionError, ParquetFormatError
 from parquet_keytools.format.file_layout import (
     INDEX_PLACES,
+    Bytes,
     ByteSource,
     ChunkPlaces,
     Region,
@@ -152,14 +153,7 @@ class Depth(IntEnum):
 
 
 class InspectedModule(NamedTuple):
-    """A module, or what would be one if it were encrypted.
-
-    Attributes:
-        module_type: Its type.
-        offset: Where it begins, in bytes from the start of the file.
-        length: In bytes with framing.
-        page_ordinal: Of data pages and their headers.
-    """
+    """A module, or what would be one if it were encrypted; offset and length are bytes, with framing."""
 
     module_type: ModuleType
     offset: int
@@ -171,18 +165,13 @@ class ChunkVerifier:
     """Verifies one column chunk: its metadata, then its pages, its Bloom filter and page indexes.
 
     Attributes:
-        column: Its column.
-        row_group_ordinal: Of its row group.
-        key: The ordinals of row group and column.
         is_readable: Whether it is in plaintext, or its key is available.
         numbers: What its metadata says; None where that is unknown.
         has_full_metadata: Whether this is not only what a footer shows of an encrypted column.
         regions: What it consists of, as far as that can be read.
         is_lost: Whether no value of it can be read.
-        is_index_damaged: Whether its Bloom filter or page index cannot be used.
         is_whole: Whether the walk reached the end of its pages.
         modules: What it consists of, as far as that was found; for an inspection.
-        bloom_filter_length: As found; None where that is unknown.
     """
 
     def __init__(
@@ -214,11 +203,6 @@ class ChunkVerifier:
         self._lost_from: int | None = None
         self.modules: list[InspectedModule] = []
         self.bloom_filter_length: int | None = None
-
-    @property
-    def start(self) -> int:
-        """Where its pages begin; 0 where they cannot be read."""
-        return self.regions[RegionKind.PAGES].offset if RegionKind.PAGES in self.regions else 0
 
     @property
     def loss(self) -> Loss | None:
@@ -647,16 +631,12 @@ FORGED_FOOTER_LENGTH = 64 * 1024
 _MOST_LEFT_BYTES = 64 * 1024
 
 _FILE_IS_LOST = Damage(file_is_lost=True)
+_NOWHERE = Region(RegionKind.PAGES, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
 class FileEnd:
-    """What tells one state of a file from another.
-
-    Attributes:
-        size_bytes: Length of the file.
-        footer_sha256: SHA-256, in hexadecimal, of the bytes from the footer's start to the end of the file.
-    """
+    """What tells one state of a file from another: its length, and a digest from the footer's start to its end."""
 
     size_bytes: int
     footer_sha256: str
@@ -669,18 +649,16 @@ class FileEnd:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a data set is checked by.
+    """What a data set is checked by, as far as it is known.
 
     Attributes:
+        name: Path within the folder.
         aad_prefix: The text of the prefix, stored or supplied, without NUL at its end.
-        column_paths: Leaf paths; None where they are not known.
-        mode: How the footer is protected; None where that is unknown.
         nonces: The nonces of all modules that were found, or of the part that was asked for.
         unknown: Why not all of its DEKs and nonces are known; None where they are.
-        end: Size and footer; None where no footer was found.
-        refers_to_material_file: Whether it refers to the key material file beside it.
     """
 
+    name: str = ""
     aad_prefix: bytes | None = None
     file_unique: bytes | None = None
     dek_fingerprints: frozenset[bytes] = frozenset()
@@ -704,16 +682,9 @@ def verify_source(
     *,
     nonce_part: NoncePart | None = None,
 ) -> tuple[FileReport, FileFacts]:
-    """Verify a file against all rules of a file.
+    """Verify a file against all rules of a file; without a `finder`, against rules that need no key.
 
-    Args:
-        source: The file.
-        finder: Where its keys come from; None verifies what needs no key.
-        expectation: What is expected of it beyond the specification.
-        nonce_part: Only collects these nonces, and authenticates no page; None verifies the file.
-
-    Raises:
-        OSError: The file cannot be read. Whatever is wrong with its bytes is in the report.
+    With `nonce_part`, only these nonces are collected, and no page is authenticated.
     """
     depth = Depth.ALL if nonce_part is None else Depth.NONCES
     return FileVerifier(source, finder, expectation or Expectation(), depth, nonce_part).verified()
@@ -721,13 +692,7 @@ def verify_source(
 
 @dataclass(frozen=True)
 class OpenedFooter:
-    """A footer that can be looked into.
-
-    Attributes:
-        file_aad: AAD prefix and file unique; None where it is not known.
-        cipher: Under the footer's DEK; None without it.
-        fingerprint: Of the DEK; empty without it.
-    """
+    """A footer that can be looked into; the fingerprint is of its DEK, and empty without it."""
 
     metadata: FileMetaData
     file_aad: bytes | None
@@ -736,52 +701,43 @@ class OpenedFooter:
     is_authentic: bool
 
 
+@dataclass(eq=False, repr=False)
 class FileVerifier:
     """Checks the rules of a file, as far as it is read.
 
     Attributes:
-        source: The file.
-        depth: How much of it is read.
-        book: What became of the rules.
-        nonces: The nonces of all modules.
         scratch: Where pages are decrypted, again and again.
         windows: In most files, pages follow one another, and so do page indexes of a kind: one reads each kind.
-        keys: The keys of the file.
-        envelope: What is visible of it; None where nothing is.
         opened: Its footer; None where it cannot be read, or the file is not encrypted.
         footer: The parts of the footer; None where they do not fit together.
         chunks: Its column chunks, in the order of the footer.
     """
 
-    def __init__(
-        self,
-        source: ByteSource,
-        finder: MaterialFinder | None,
-        expectation: Expectation,
-        depth: Depth = Depth.ALL,
-        nonce_part: NoncePart | None = None,
-    ) -> None:
-        self.source = source
-        self._expectation = expectation
-        self.depth = depth
+    source: ByteSource
+    finder: InitVar[MaterialFinder | None]
+    expectation: Expectation
+    depth: Depth = Depth.ALL
+    nonce_part: InitVar[NoncePart | None] = None
+    scratch: bytearray = field(default_factory=bytearray)
+    windows: dict[RegionKind, HeaderWindow] = field(default_factory=dict)
+    book: RuleBook = field(default_factory=lambda: RuleBook(FILE_SCOPES))
+    envelope: FooterEnvelope | None = None
+    opened: OpenedFooter | None = None
+    footer: OpenFooter | None = None
+    chunks: list[ChunkVerifier] = field(default_factory=list)
+    _regions: list[Region] = field(default_factory=list)
+    _kept: defaultdict[str, list[ColumnMetaData]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self, finder: MaterialFinder | None, nonce_part: NoncePart | None) -> None:
         self.nonces = FileNonces(nonce_part)
-        self.scratch = bytearray()
-        self.windows: dict[RegionKind, HeaderWindow] = {}
-        self._regions: list[Region] = []
-        self._kept: defaultdict[str, list[ColumnMetaData]] = defaultdict(list)
-        self.book = RuleBook(FILE_SCOPES)
         self.keys = FileKeys(finder, self.book)
-        self.envelope: FooterEnvelope | None = None
-        self.opened: OpenedFooter | None = None
-        self.footer: OpenFooter | None = None
-        self.chunks: list[ChunkVerifier] = []
 
     def verified(self) -> tuple[FileReport, FileFacts]:
         """Verify the file."""
         damage = self.run()
         if self.depth is Depth.ALL:
             self._check_nonces()
-        envelope, footer, expected = self.envelope, self.footer, self._expectation
+        envelope, footer, expected = self.envelope, self.footer, self.expectation
         table, finder = expected.table, self.keys.finder
         report = FileReport(
             self.source.path,
@@ -800,15 +756,15 @@ class FileVerifier:
         if prefix is None and envelope.algorithm is not None and expected.aad_prefix is not None:
             prefix = expected.aad_prefix.candidates[0]
         return report, FileFacts(
-            None if prefix is None else without_delimiter(prefix),
-            envelope.aad_file_unique,
-            frozenset(self.keys.fingerprints),
-            None if footer is None else tuple(column.path for column in footer.columns),
-            envelope.mode,
-            self.nonces,
-            next(iter(report.result("nonce-reuse").reasons), None),
-            FileEnd.of(envelope.footer_offset, envelope.tail),
-            self.keys.refers_to_material_file,
+            aad_prefix=None if prefix is None else without_delimiter(prefix),
+            file_unique=envelope.aad_file_unique,
+            dek_fingerprints=frozenset(self.keys.fingerprints),
+            column_paths=None if footer is None else tuple(column.path for column in footer.columns),
+            mode=envelope.mode,
+            nonces=self.nonces,
+            unknown=next(iter(report.result("nonce-reuse").reasons), None),
+            end=FileEnd.of(envelope.footer_offset, envelope.tail),
+            refers_to_material_file=self.keys.refers_to_material_file,
         )
 
     def run(self) -> Damage | None:
@@ -819,16 +775,16 @@ class FileVerifier:
             return _FILE_IS_LOST
         if envelope.mode is FooterMode.UNENCRYPTED:
             return self._unencrypted(envelope)
-        check_table_of_footer(self._expectation, envelope, self.keys, self.book)
+        check_table_of_footer(self.expectation, envelope, self.keys)
         opened = self.opened = self._open(envelope)
         footer = self._footer(envelope, None if opened is None else opened.metadata)
         if opened is None:
-            is_prefix_missing = envelope.supply_aad_prefix and self._expectation.aad_prefix is None
+            is_prefix_missing = envelope.supply_aad_prefix and self.expectation.aad_prefix is None
             return None if is_prefix_missing and envelope.aad_prefix is None else _FILE_IS_LOST
         if footer is None:
             return _FILE_IS_LOST
         self._check_chunks(envelope, footer, opened)
-        check_table_of_columns(self._expectation, envelope, footer, self.keys, self.book, self._kept)
+        check_table_of_columns(self.expectation, envelope, footer, self.keys, self._kept)
         # What a footer says that is not authentic is of no use to readers.
         return self._damage(footer) if opened.is_authentic else _FILE_IS_LOST
 
@@ -841,7 +797,7 @@ class FileVerifier:
         parts = self.nonces.part.parts
         for part in range(1, parts):
             wanted = NoncePart(part, parts)
-            again = FileVerifier(self.source, self.keys.finder, self._expectation, Depth.NONCES, wanted)
+            again = FileVerifier(self.source, self.keys.finder, self.expectation, Depth.NONCES, wanted)
             try:
                 again.run()
             except (OSError, ParquetFormatError):
@@ -852,8 +808,8 @@ class FileVerifier:
             again.nonces.check_repeated(self.book)
 
     def _unencrypted(self, envelope: FooterEnvelope) -> Damage | None:
-        expected, book = self._expectation, self.book
-        footer = self._footer(envelope, plaintext_metadata(envelope, book))
+        expected, book = self.expectation, self.book
+        footer = self._footer(envelope, read_metadata(envelope, envelope.body, book))
         if not book.is_broken("algorithm-stated"):
             if expected.accept_plaintext:
                 return None
@@ -867,13 +823,13 @@ class FileVerifier:
         if expected.aad_prefix is not None:
             book.broken("prefix-expected", "the file is in plaintext, and has none.")
         self._check_chunks(envelope, footer, None)
-        check_table_of_footer(expected, envelope, self.keys, book)
-        check_table_of_columns(expected, envelope, footer, self.keys, book)
+        check_table_of_footer(expected, envelope, self.keys)
+        check_table_of_columns(expected, envelope, footer, self.keys, self._kept)
         return self._damage(footer)
 
     def _footer(self, envelope: FooterEnvelope, metadata: FileMetaData | None) -> OpenFooter | None:
         if metadata is not None:
-            path, table = self._expectation.path, self._expectation.table
+            path, table = self.expectation.path, self.expectation.table
             self.footer = check_footer(envelope, metadata, path, self.book, table)
         if self.footer is None:
             self._nothing_behind("the footer cannot be read")
@@ -882,7 +838,7 @@ class FileVerifier:
     def _nothing_behind(self, reason: str) -> None:
         for scope in (Scope.FOOTER, Scope.COLUMN):
             self.book.scope_not_checked(scope, reason)
-        if self._expectation.table is not None or self._expectation.without_table:
+        if self.expectation.table is not None or self.expectation.without_table:
             self.book.scope_not_checked(Scope.CONFIGURATION, reason)
 
     # --- The footer ---
@@ -890,7 +846,7 @@ class FileVerifier:
     def _open(self, envelope: FooterEnvelope) -> OpenedFooter | None:
         """Open the footer; None where it is not plaintext and cannot be decrypted."""
         book, is_plaintext = self.book, envelope.mode is FooterMode.PLAINTEXT_FOOTER
-        dek = self.keys.footer_dek(envelope.key_metadata)
+        dek = self.keys.deks([(FOOTER, envelope.key_metadata)])[0]
         file_aads = self._file_aads(envelope)
         if is_plaintext:
             length = len(envelope.signature)
@@ -903,34 +859,24 @@ class FileVerifier:
                 return None
             # What it shows can be checked; only that it is authentic cannot.
             book.not_checked("signature-valid", f"footer: {reason}")
-            metadata = plaintext_metadata(envelope, book)
+            metadata = read_metadata(envelope, envelope.body, book)
             if metadata is None:
                 return None
             return OpenedFooter(metadata, next(iter(file_aads), None), None, b"", False)
         ciphers = [ModuleCipher(dek, file_aad) for file_aad in file_aads]
-        key = fingerprint(dek)
-        if is_plaintext:
-            found = self._verified(envelope, ciphers, key)
-            cipher, is_authentic = found or ciphers[0], found is not None
-            metadata = None
-            if is_authentic or len(envelope.body) <= FORGED_FOOTER_LENGTH:
-                metadata = plaintext_metadata(envelope, book, is_authentic=is_authentic)
-        else:
-            cipher, is_authentic = ciphers[0], True
-            decrypted = self._decrypted(envelope, ciphers, key)
-            metadata = None
-            if decrypted is not None:
-                cipher, plaintext = decrypted
-                metadata = self._parsed(envelope, plaintext)
-        if envelope.aad_prefix is None and envelope.supply_aad_prefix and is_authentic:
+        key, metadata = fingerprint(dek), None
+        cipher, data = (self._signed if is_plaintext else self._decrypted)(envelope, ciphers, key)
+        if data is not None:
+            metadata = read_metadata(envelope, data, book, is_authentic=True)
+        elif is_plaintext and len(envelope.body) <= FORGED_FOOTER_LENGTH:
+            metadata = read_metadata(envelope, envelope.body, book)
+        if envelope.aad_prefix is None and envelope.supply_aad_prefix and (data is not None or not is_plaintext):
             book.holds("prefix-expected")
-        if metadata is None:
-            return None
-        return OpenedFooter(metadata, cipher.file_aad, cipher, key, is_authentic)
+        return None if metadata is None else OpenedFooter(metadata, cipher.file_aad, cipher, key, data is not None)
 
     def _file_aads(self, envelope: FooterEnvelope) -> tuple[bytes, ...]:
         """Return what may begin all AADs; nothing where it is not known (spec 4.4.1)."""
-        expected, book = self._expectation.aad_prefix, self.book
+        expected, book = self.expectation.aad_prefix, self.book
         is_supplied = envelope.supply_aad_prefix and envelope.aad_prefix is None
         if is_supplied and expected is None:
             book.not_checked("prefix-expected", "readers must supply the prefix, and none is given")
@@ -955,23 +901,24 @@ class FileVerifier:
         prefixes = expected.candidates if is_supplied and expected is not None else (envelope.aad_prefix or b"",)
         return tuple(prefix + (file_unique or b"") for prefix in prefixes)
 
-    def _verified(
+    def _signed(
         self, envelope: FooterEnvelope, ciphers: Sequence[ModuleCipher], key: bytes
-    ) -> ModuleCipher | None:
-        """Return the cipher that signed a plaintext footer; None where none did."""
+    ) -> tuple[ModuleCipher, Bytes | None]:
+        """Return the cipher that signed a plaintext footer, and the footer; None where none did."""
         signature = envelope.signature
         if len(signature) != SIGNATURE_LENGTH:
-            return None
+            return ciphers[0], None
         end = envelope.footer_offset + len(envelope.body)
         self.nonces.add(key, nonce_entry(signature[:NONCE_LENGTH], end, signature[-4:]))
         found = next(filter(envelope.is_sealed_by, ciphers), None)
         self.book.modules["broken" if found is None else "authentic"] += 1
         self.book.check("signature-valid", found is not None, "the signature is wrong.", FOOTER_PLACE)
-        return found
+        return (ciphers[0], None) if found is None else (found, envelope.body)
 
     def _decrypted(
         self, envelope: FooterEnvelope, ciphers: Sequence[ModuleCipher], key: bytes
-    ) -> tuple[ModuleCipher, bytes] | None:
+    ) -> tuple[ModuleCipher, Bytes | None]:
+        """Return the cipher that decrypts a footer, and its plaintext; None where none does."""
         body, book = envelope.body, self.book
         offset = envelope.footer_offset + envelope.footer_length - len(body)
         stored = struct.unpack_from("<I", body)[0] if len(body) >= LENGTH_LENGTH else 0
@@ -980,28 +927,15 @@ class FileVerifier:
             # The module itself may still be whole.
             body = body[: stored + LENGTH_LENGTH]
         if len(body) < GCM_FRAMING or stored != len(body) - LENGTH_LENGTH:
-            return None
+            return ciphers[0], None
         self.nonces.add(key, nonce_entry(body[4:16], offset, body[-4:]))
         for cipher in ciphers:
-            try:
+            with contextlib.suppress(DecryptionError):
                 plaintext = cipher.decrypt(body, FOOTER_PLACE)
-            except DecryptionError:
-                continue
-            book.authentic(ModuleType.FOOTER)
-            return cipher, plaintext
+                book.authentic(ModuleType.FOOTER)
+                return cipher, plaintext
         book.not_authentic(FOOTER_PLACE, offset, message="the footer does not authenticate.")
-        return None
-
-    def _parsed(self, envelope: FooterEnvelope, plaintext: bytes) -> FileMetaData | None:
-        try:
-            metadata, end = FileMetaData.read_whole(plaintext)
-            check_required(metadata)
-        except ParquetFormatError as error:
-            self.book.broken("footer-thrift", str(error), FOOTER_PLACE, envelope.footer_offset)
-            return None
-        left = len(plaintext) - end
-        self.book.check("padding", left == 0, f"{left} bytes follow it.", FOOTER_PLACE)
-        return metadata
+        return ciphers[0], None
 
     # --- Column chunks ---
 
@@ -1048,7 +982,7 @@ class FileVerifier:
         if metadata is None:
             book.scope_not_checked(Scope.COLUMN, f"{name!r}: the metadata of a chunk cannot be read")
             return
-        table = self._expectation.table
+        table = self.expectation.table
         if table is not None and name in table.settings.value_columns and chunk.has_full_metadata:
             self._kept[name].append(metadata)
         if stored.file_path:
@@ -1065,7 +999,7 @@ class FileVerifier:
         readable = [chunk for chunk in self.chunks if chunk.is_readable and chunk.numbers is not None]
         num_rows = [row_group.num_rows for row_group in footer.row_groups]
         # In the order of the file: what is read at once is read once.
-        for chunk in sorted(readable, key=lambda chunk: chunk.start):
+        for chunk in sorted(readable, key=lambda chunk: chunk.regions.get(RegionKind.PAGES, _NOWHERE).offset):
             bloom_filter = chunk.regions.get(RegionKind.BLOOM_FILTER)
             limit = footer_offset if bloom_filter is None else starts[bisect_right(starts, bloom_filter.offset)]
             chunk.verify(num_rows[chunk.row_group_ordinal], limit)
@@ -1095,7 +1029,7 @@ class FileVerifier:
                     found[column.ordinal] = (opened.cipher, opened.fingerprint)
                 else:
                     self._denied(column, self.keys.denied.get(FOOTER, "no AAD can be built"))
-        deks = self.keys.column_deks([(column.path, column.key_metadata) for column in own])
+        deks = self.keys.deks([(column.path, column.key_metadata) for column in own])
         for column, dek in zip(own, deks, strict=True):
             if dek is None:
                 self._denied(column, self.keys.denied[column.path])
@@ -1105,7 +1039,7 @@ class FileVerifier:
                 self._denied(column, "no AAD can be built")
             else:
                 found[column.ordinal] = (ModuleCipher(dek, opened.file_aad), known[-1][1])
-        check_deks(opened.fingerprint or None, known, self.keys, self.book)
+        check_deks(opened.fingerprint or None, known, self.keys)
         return found
 
     def _denied(self, column: Column, reason: str) -> None:
@@ -1132,22 +1066,14 @@ def check_left_metadata(
     """
     encrypted = {column.path for column in columns if column.encryption is not ColumnEncryption.PLAINTEXT}
     for offset, length in gaps:
-        data = bytes(source.read_at(offset, min(length, _MOST_LEFT_BYTES)))
-        for at, path in _left_metadata(data):
-            if path in encrypted:
-                message = f"the metadata of column {'.'.join(path)!r} can be read there."
-                book.broken("metadata-leaked", message, offset=offset + at)
+        data, at = bytes(source.read_at(offset, min(length, _MOST_LEFT_BYTES))), 0
+        # Until something else comes.
+        with contextlib.suppress(ParquetFormatError):
+            while at < len(data):
+                metadata, end = ColumnMetaData.read(data, at)
+                path = tuple(metadata.path_in_schema)
+                if path in encrypted:
+                    message = f"the metadata of column {'.'.join(path)!r} can be read there."
+                    book.broken("metadata-leaked", message, offset=offset + at)
+                at = end
     book.holds("metadata-leaked")
-
-
-def _left_metadata(data: bytes) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield where column metadata begins, and of which column it is; as long as there is nothing else."""
-    at = 0
-    while at < len(data):
-        try:
-            metadata, end = ColumnMetaData.read(data, at)
-            path = tuple(metadata.path_in_schema)
-        except ParquetFormatError:
-            return
-        yield at, path
-        at = end

@@ -33,6 +33,7 @@ from parquet_keytools.format.file_layout import (
     MAGIC_ENCRYPTED_FOOTER,
     MAGIC_LENGTH,
     TRAILER_LENGTH,
+    Bytes,
     ByteSource,
     ChunkPlaces,
     FooterBytes,
@@ -67,10 +68,9 @@ _AES_FIELD_IDS = {1, 2, 3}
 
 
 def check_envelope(source: ByteSource, book: RuleBook) -> FooterEnvelope | None:
-    """Read what is visible, by two or three reads, and check the rules about it; None where that fails.
+    """Read what is visible, and check the rules about it; None where that fails.
 
-    Raises:
-        ParquetFormatError: The footer is longer than the configuration accepts, which breaks no rule.
+    A footer that is longer than the configuration accepts breaks no rule, and is an error.
     """
     footer = _footer_bytes(source, book)
     if footer is None:
@@ -117,27 +117,28 @@ def _footer_bytes(source: ByteSource, book: RuleBook) -> FooterBytes | None:
     return footer
 
 
-def plaintext_metadata(envelope: Envelope, book: RuleBook, *, is_authentic: bool = False) -> FileMetaData | None:
-    """Build the footer; None where it is encrypted, or breaks the format, which goes into the book.
+def read_metadata(
+    envelope: Envelope, data: Bytes, book: RuleBook, *, is_authentic: bool = False
+) -> FileMetaData | None:
+    """Parse the plaintext of a footer; None where it breaks the format, which goes into the book.
 
-    Args:
-        envelope: The file's envelope.
-        book: Where findings go.
-        is_authentic: Whether its signature was verified; if not, it may not take more memory than honest ones.
+    Unless it was authenticated, it may not take more memory than honest ones.
     """
-    if envelope.mode is FooterMode.ENCRYPTED_FOOTER:
-        return None
+    is_encrypted = envelope.mode is FooterMode.ENCRYPTED_FOOTER
+    place = FOOTER_PLACE if is_encrypted else None
     try:
-        limit = None if is_authentic else unauthenticated_limit(len(envelope.body))
-        metadata, _ = FileMetaData.read_whole(envelope.body, max_memory=limit)
-        check_required(metadata)
+        limit = None if is_authentic else unauthenticated_limit(len(data))
+        metadata, end = FileMetaData.read_whole(data, max_memory=limit)
+        _check_required(metadata)
     except ParquetFormatError as error:
-        book.broken("footer-thrift", str(error), offset=envelope.footer_offset)
+        book.broken("footer-thrift", str(error), place, envelope.footer_offset)
         return None
+    if is_encrypted:
+        book.check("padding", end == len(data), f"{len(data) - end} bytes follow it.", place)
     return metadata
 
 
-def check_required(metadata: FileMetaData) -> None:
+def _check_required(metadata: FileMetaData) -> None:
     """Raise `ParquetFormatError` if a footer lacks required fields, or one has another type than it should."""
     _ = metadata.version, metadata.num_rows, metadata.created_by
     for element in metadata.schema:
@@ -188,11 +189,7 @@ ChunkKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class Column:
-    """A leaf column of a file that is verified.
-
-    Attributes:
-        is_flat: Whether it has one value, or null, for each row: neither it nor a group around it repeats.
-    """
+    """A leaf column of a file that is verified; a flat one has one value, or null, for each row."""
 
     path: tuple[str, ...]
     ordinal: int
@@ -214,12 +211,7 @@ class Column:
 
 @dataclass(frozen=True)
 class OpenFooter:
-    """A footer that was opened, and its parts.
-
-    Attributes:
-        chunks: `chunks[row group ordinal][column ordinal]`.
-        unusable: Chunks that cannot be looked into.
-    """
+    """A footer that was opened, and its parts; `unusable` chunks cannot be looked into."""
 
     metadata: FileMetaData
     row_groups: Sequence[RowGroup]
@@ -229,11 +221,7 @@ class OpenFooter:
 
 
 class ChunkNumbers(NamedTuple):
-    """What the metadata of a chunk says; all of it would take much memory.
-
-    Attributes:
-        codec: As parquet.thrift numbers it; None where it is missing.
-    """
+    """What the metadata of a chunk says; all of it would take much memory."""
 
     codec: int | None
     num_values: int

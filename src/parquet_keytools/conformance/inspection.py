@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from parquet_keytools.conformance.file_keys import Expectation, MaterialFinder
@@ -18,7 +17,7 @@ from parquet_keytools.encryption.aad import ExpectedAadPrefix, ModuleType, prefi
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import KeyMaterialError, KeytoolsError
 from parquet_keytools.format.file_layout import ByteSource, FileSource, RegionKind
-from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key_metadata
 from parquet_keytools.runtime.presentation import Summarised, escaped_bytes, expanded
 
 PLAINTEXT = "plaintext"
@@ -37,12 +36,9 @@ class KeyDescription:
         kind: `none`, `data key`, `internal` or `external` key material, `unknown`; with `none`, a configuration
             may still know the name.
         name: Identifier of the master key, or id of the data key; None where it is not known.
-        double_wrapping: Whether a KEK stands in between; None where that is not known.
         kek_id: Of the KEK, in hexadecimal.
         dek_length_bits: As far as it shows without a key: with double wrapping.
-        reference: To external key material.
         kms_instance_id: As the writer knew the KMS.
-        kms_instance_url: Likewise.
         flaw: Why it cannot be decoded.
     """
 
@@ -67,12 +63,9 @@ class KeyDescription:
 
 @dataclass(frozen=True)
 class InspectedColumn:
-    """A column.
+    """A leaf column.
 
     Attributes:
-        path: Its dotted path.
-        ordinal: Its position among the leaves.
-        encryption: What it is encrypted with.
         key: Its own key, where it has one.
         shows: What the footer shows of it although it is encrypted: names of fields.
         denied: Why its key is unavailable, where keys were looked for.
@@ -94,14 +87,10 @@ class InspectedColumn:
 
 
 class InspectedChunk(NamedTuple):
-    """A column chunk.
+    """A column chunk, with all of its pages if it is whole.
 
-    Attributes:
-        row_group_ordinal: Of its row group.
-        column_ordinal: Of its column.
-        num_values: How many values it has.
-        modules: Pages with their headers, indexes and Bloom filter; ranges only where pages were not looked for.
-        is_whole: Whether all of its pages were found.
+    Its modules are pages with their headers, indexes and Bloom filter; ranges only where pages were not looked
+    for.
     """
 
     row_group_ordinal: int
@@ -125,26 +114,16 @@ class Inspection(Summarised):
     """What a file shows.
 
     Attributes:
-        path: The file.
-        size_bytes: Its length.
         mode: How its footer is protected; None where that cannot be told.
-        algorithm: As stated.
         aad_prefix: The stored prefix as readers take it, without the NUL that marks its end: a text, or `base64:`
             with base64 of bytes.
         aad_prefix_escaped: The stored prefix, with NUL, backslashes and whatever is not printable escaped: no two
             prefixes look alike.
-        aad_file_unique: As stored.
         supply_aad_prefix: Whether readers must supply the prefix.
-        footer_offset: Where the footer begins.
         footer_length: Of footer and crypto metadata or signature.
-        footer_key: The footer's key.
         footer_is_authentic: Whether the footer was authenticated; None without its key.
         footer_denied: Why its key is unavailable, where keys were looked for.
-        created_by: The writer.
-        num_rows: How many rows there are.
         key_values: The application's own metadata: key -> length of the value in bytes.
-        columns: The leaf columns.
-        row_groups: The row groups.
         chunks: The column chunks, as far as their metadata can be read.
         bytes_by_key: `KeyDescription.title`, `plaintext` or `footer` -> bytes under it, as far as that is known.
         flaws: What was found to be wrong on the way; `verify` looks for all of it.
@@ -187,12 +166,9 @@ class Inspection(Summarised):
 def describe_key(
     key_metadata: bytes | None, user: tuple[str, ...], finder: MaterialFinder | None = None
 ) -> KeyDescription:
-    """Decode key metadata; external key material, and what the caller knows, only where `finder` can get it.
+    """Decode key metadata of a column, or of the footer, whose path is empty.
 
-    Args:
-        key_metadata: As the file carries it.
-        user: Path of the column, empty for the footer.
-        finder: Where keys come from.
+    External key material, and what the caller knows, only where `finder` can get it.
     """
     try:
         parsed = parse_key_metadata(key_metadata)
@@ -204,24 +180,21 @@ def describe_key(
         if isinstance(parsed, KeyMaterial):
             return _describe_material("internal", parsed, None)
         material = finder.material(key_metadata) if finder is not None else None
-        return _describe_material("external", material, parsed)
+        return _describe_material("external", material, parsed.reference)
     except (KeytoolsError, OSError) as error:
         kind: Literal["external", "unknown"] = "unknown" if isinstance(error, KeyMaterialError) else "external"
         return KeyDescription(kind, flaw=str(error))
 
 
 def _describe_material(
-    kind: Literal["internal", "external"], material: KeyMaterial | None, reference: KeyReference | None
+    kind: Literal["internal", "external"], material: KeyMaterial | None, name: str | None
 ) -> KeyDescription:
-    name = reference.reference if reference is not None else None
     if material is None:
         return KeyDescription(kind, reference=name)
     length_bits = None
     if material.double_wrapping:
-        try:
+        with contextlib.suppress(ValueError):
             length_bits = (len(base64.b64decode(material.wrapped_dek)) - _WRAPPING_OVERHEAD) * 8
-        except (binascii.Error, ValueError):
-            length_bits = None
     return KeyDescription(
         kind,
         material.master_key_id,
@@ -271,13 +244,9 @@ def inspect_source(
     aad_prefix: ExpectedAadPrefix | None = None,
     path: str | None = None,
 ) -> Inspection:
-    """Return what a file shows; only its footer is read, and with keys the headers of its pages.
+    """Return what a file shows; only its footer is read, and with a finder of keys the headers of its pages.
 
-    Args:
-        source: The file.
-        finder: Where its keys come from; None shows what needs no key.
-        aad_prefix: The AAD prefix that the file must have; needed for files that do not store theirs.
-        path: Where the file lies, whose folders must not give values to protected columns; None for the source's.
+    The folders of `path` must not give values to protected columns; None takes the path of the source.
     """
     expectation = Expectation(aad_prefix, allow_plaintext=True, path=source.path if path is None else path)
     verifier = FileVerifier(source, finder, expectation, Depth.FOOTER if finder is None else Depth.HEADERS)
@@ -294,8 +263,18 @@ def inspect_source(
     is_encrypted = envelope.mode is not FooterMode.UNENCRYPTED
     denied = {} if finder is None else verifier.keys.denied
     prefix, file_unique = envelope.aad_prefix, envelope.aad_file_unique
+    footer_key = describe_key(envelope.key_metadata, (), finder) if is_encrypted else None
+    columns: tuple[InspectedColumn, ...] = ()
+    if footer is not None:
+        columns = tuple(_column(column, footer, envelope.mode, denied, finder) for column in footer.columns)
+    titles = [column.key_title(footer_key) for column in columns]
     bytes_by_key: Counter[str] = Counter({FOOTER: source.size_bytes - envelope.footer_offset})
-    shown = Inspection(
+    chunks = tuple(_chunk(chunk) for chunk in verifier.chunks if chunk.numbers is not None)
+    for chunk in chunks:
+        bytes_by_key[titles[chunk.column_ordinal]] += sum(module.length for module in chunk.modules)
+    metadata = None if footer is None else footer.metadata
+    key_values = () if metadata is None else metadata.key_value_metadata or ()
+    return Inspection(
         path=source.path,
         size_bytes=source.size_bytes,
         mode=envelope.mode,
@@ -306,33 +285,22 @@ def inspect_source(
         supply_aad_prefix=envelope.supply_aad_prefix,
         footer_offset=envelope.footer_offset,
         footer_length=envelope.footer_length,
-        footer_key=describe_key(envelope.key_metadata, (), finder) if is_encrypted else None,
+        footer_key=footer_key,
         footer_is_authentic=None if opened is None or opened.cipher is None else opened.is_authentic,
         footer_denied=denied.get(()) if is_encrypted else None,
-        bytes_by_key=bytes_by_key,
-        flaws=flaws,
-    )
-    if footer is None:
-        return shown
-    columns = tuple(_column(column, footer, envelope.mode, denied, finder) for column in footer.columns)
-    titles = [column.key_title(shown.footer_key) for column in columns]
-    chunks = [_chunk(chunk) for chunk in verifier.chunks if chunk.numbers is not None]
-    for chunk in chunks:
-        bytes_by_key[titles[chunk.column_ordinal]] += sum(module.length for module in chunk.modules)
-    return replace(
-        shown,
-        created_by=footer.metadata.created_by,
-        num_rows=footer.metadata.num_rows,
+        created_by=None if metadata is None else metadata.created_by,
+        num_rows=None if metadata is None else metadata.num_rows,
         key_values={
-            entry.key: len((entry.value or "").encode("utf-8", "surrogateescape"))
-            for entry in footer.metadata.key_value_metadata or ()
+            entry.key: len((entry.value or "").encode("utf-8", "surrogateescape")) for entry in key_values
         },
         columns=columns,
         row_groups=tuple(
             InspectedRowGroup(ordinal, group.num_rows, group.total_compressed_size, group.file_offset)
-            for ordinal, group in enumerate(footer.row_groups)
+            for ordinal, group in enumerate(() if footer is None else footer.row_groups)
         ),
-        chunks=tuple(chunks),
+        chunks=chunks,
+        bytes_by_key=bytes_by_key,
+        flaws=flaws,
     )
 
 
@@ -372,10 +340,6 @@ def _chunk(chunk: ChunkVerifier) -> InspectedChunk:
 
 @contextlib.contextmanager
 def open_local(path: str) -> Iterator[FileSource]:
-    """Open a file for reading, without any other library: to show a footer must take no time.
-
-    Raises:
-        OSError: It cannot be read, or is a folder.
-    """
+    """Open a file for reading, without any other library: to show a footer must take no time."""
     with expanded(path).open("rb") as file:
         yield FileSource.of(path, file.fileno())

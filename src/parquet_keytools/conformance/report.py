@@ -51,8 +51,6 @@ class Rule:
     Attributes:
         id: Short and lasting name.
         section: Of the encryption specification, or what else says so.
-        severity: How bad it is when it is broken.
-        scope: What has to be readable to check it.
         holds: What must hold.
         gain: What an attacker gains, or who suffers, where it does not.
     """
@@ -125,12 +123,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON document."""
-        return {
-            "rule": self.rule.id,
-            "message": self.message,
-            "place": document_of(self.place),
-            "offset": self.offset,
-        }
+        return {"rule": self.rule.id} | _document(self, "message", "place", "offset")
 
     @property
     def where(self) -> str:
@@ -169,15 +162,8 @@ class RuleResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON document."""
-        return {
-            "id": self.rule.id,
-            "section": self.rule.section,
-            "severity": self.rule.severity.value,
-            "outcome": self.outcome.value,
-            "breaches": self.breaches,
-            "findings": document_of(self.findings),
-            "reasons": list(self.reasons),
-        }
+        rule = _document(self.rule, "id", "section", "severity")
+        return rule | _document(self, "outcome", "breaches", "findings", "reasons")
 
 
 @cache
@@ -264,20 +250,17 @@ class RuleBook:
 
     def results(self) -> tuple[RuleResult, ...]:
         """Return what became of each rule."""
-        return tuple(self._result(rule.id) for rule in self._rules)
-
-    def _result(self, rule_id: str) -> RuleResult:
-        findings = sorted(self._findings.get(rule_id, ()), key=lambda finding: finding.offset or 0)
-        reasons = tuple(self._reasons.get(rule_id, ()))
-        if findings:
-            outcome = Outcome.BROKEN
-        elif reasons:
-            outcome = Outcome.NOT_CHECKED
-        elif rule_id in self._checked:
-            outcome = Outcome.HOLDS
-        else:
-            outcome = Outcome.NOT_APPLICABLE
-        return RuleResult(RULES_BY_ID[rule_id], outcome, tuple(findings), self._breaches.get(rule_id, 0), reasons)
+        results = []
+        for rule in self._rules:
+            findings = sorted(self._findings.get(rule.id, ()), key=lambda finding: finding.offset or 0)
+            reasons = tuple(self._reasons.get(rule.id, ()))
+            outcome = Outcome.HOLDS if rule.id in self._checked else Outcome.NOT_APPLICABLE
+            if findings:
+                outcome = Outcome.BROKEN
+            elif reasons:
+                outcome = Outcome.NOT_CHECKED
+            results.append(RuleResult(rule, outcome, tuple(findings), self._breaches.get(rule.id, 0), reasons))
+        return tuple(results)
 
 
 # --- What the whole comes to ---
@@ -373,12 +356,10 @@ class FileReport(Summarised):
     def verdict(self) -> Verdict:
         """What it comes to."""
         verdict = verdict_of(self.rules, with_keys=self.with_keys)
-        if verdict.conforms and not all(self._is_answered(rule_id) for rule_id in self.asked_for):
+        outcomes = {self.result(rule_id).outcome for rule_id in self.asked_for}
+        if verdict.conforms and not outcomes <= {Outcome.HOLDS, Outcome.BROKEN}:
             return Verdict.INCOMPLETE
         return verdict
-
-    def _is_answered(self, rule_id: str) -> bool:
-        return self.result(rule_id).outcome in (Outcome.HOLDS, Outcome.BROKEN)
 
     @property
     def conforms(self) -> bool:
@@ -407,16 +388,7 @@ class FileReport(Summarised):
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON document."""
-        return {
-            "path": self.path,
-            "verdict": self.verdict.value,
-            "with_keys": self.with_keys,
-            "table": self.table,
-            "denied": dict(self.denied),
-            "rules": document_of(self.rules),
-            "modules": document_of(self.modules),
-            "damage": document_of(self.damage),
-        }
+        return _document(self, "path", "verdict", "with_keys", "table", "denied", "rules", "modules", "damage")
 
 
 @dataclass(frozen=True, repr=False)
@@ -475,14 +447,7 @@ class DataSetReport(Summarised):
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON document."""
-        return {
-            "path": self.path,
-            "verdict": self.verdict.value,
-            "files": document_of(self.files),
-            "rules": document_of(self.rules),
-            "skipped": dict(self.skipped),
-            "not_attempted": list(self.not_attempted),
-        }
+        return _document(self, "path", "verdict", "files", "rules", "skipped", "not_attempted")
 
 
 def verdict_of(results: Sequence[RuleResult], *, with_keys: bool) -> Verdict:
@@ -502,6 +467,10 @@ def worst_of(verdicts: Collection[Verdict]) -> Verdict:
     return next((verdict for verdict in worst if verdict in verdicts), Verdict.CONFORMS)
 
 
+def _document(value: object, *names: str) -> dict[str, Any]:
+    return {name: document_of(getattr(value, name)) for name in names}
+
+
 def document_of(value: Any) -> Any:
     """Return dataclasses, and what is in them, as a JSON document."""
     if hasattr(value, "to_dict"):
@@ -514,8 +483,8 @@ def document_of(value: Any) -> Any:
         return {name: document_of(part) for name, part in value._asdict().items()}
     if isinstance(value, Enum):
         return value.value
-    if is_dataclass(value) and not isinstance(value, type):
-        return {part.name: document_of(getattr(value, part.name)) for part in fields(value)}
+    if is_dataclass(value):
+        return _document(value, *(part.name for part in fields(value)))
     if isinstance(value, Mapping):
         return {str(key): document_of(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, islice
 from typing import Any
 
 from parquet_keytools import audit
-from parquet_keytools.conformance.data_set import Member, check_data_set, is_table_metadata, matches_any
+from parquet_keytools.conformance.data_set import (
+    ListedFile,
+    ListKeeper,
+    check_data_set,
+    check_list,
+    is_table_metadata,
+    listed_files,
+    matches_any,
+)
 from parquet_keytools.conformance.file_keys import (
     Expectation,
     FileNonces,
@@ -22,21 +29,19 @@ from parquet_keytools.conformance.file_keys import (
     fingerprint_key,
     use_fingerprint_key,
 )
-from parquet_keytools.conformance.file_list import ListedFile, ListKeeper, check_list, listed_files
 from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
 from parquet_keytools.conformance.inspection import Inspection, inspect_source
-from parquet_keytools.conformance.report import FILE_SCOPES, DataSetReport, FileReport, Loss, RuleBook
+from parquet_keytools.conformance.report import FILE_SCOPES, DataSetReport, FileReport, Loss, RuleBook, Scope
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
 from parquet_keytools.encryption.file_encryption import column_deks, decrypt_columns
 from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
-from parquet_keytools.encryption.protection import FooterColumn, FooterMode
+from parquet_keytools.encryption.protection import FooterColumn
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import (
     DecryptionError,
     KeytoolsError,
     KmsUnavailableError,
-    NotEncryptedError,
     ParquetFormatError,
     without_frames,
 )
@@ -44,34 +49,15 @@ from parquet_keytools.files.conversion import FileResult, plaintext_output, refu
 from parquet_keytools.files.conversion import Progress as SalvageProgress
 from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.files.opened_file import check_column_keys, check_footer_key, open_files, refuse_ctr
-from parquet_keytools.files.table_check import TableCheck, refuse_folders_above
+from parquet_keytools.files.opened_file import FileIdentities, as_verified, open_files
+from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.format.file_layout import ByteSource
 from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
-from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.runtime.worker_processes import FileWorkers
-from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.outputs import written_bytes
-from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
-
-
-class RetrieverFinder(FileKeyRetriever):
-    """Shows the verifier the keys of one file; see `MaterialFinder`."""
-
-    def __init__(self, keys: KeyService, kms_keys: KmsKeys, location: FileLocation) -> None:
-        super().__init__(kms_keys, keys.data_keys, location)
-        self._answers = kms_keys.answers
-        self.kms_instances = frozenset() if keys.kms is None else keys.kms.instances
-
-    def kek_length_bits(self, material: KeyMaterial) -> int | None:
-        """Return the length of the KEK, if the KMS has unwrapped it."""
-        if not material.double_wrapping:
-            return None
-        kek = self._answers.get((material.kms_wrapped_key, material.master_key_id))
-        return kek.length_bits if isinstance(kek, SecretBytes) else None
-
+from parquet_keytools.storage.walk import Entry, LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
 
 _FILES_AT_A_TIME = 8
 _FILES_PER_REQUEST = 100
@@ -90,7 +76,7 @@ def finder_of(
     """Return what finds the keys of a file; None without a configuration."""
     if keys is None:
         return None
-    return RetrieverFinder(keys, kms_keys or keys.kms_keys(), location)
+    return FileKeyRetriever(kms_keys or keys.kms_keys(), keys.data_keys, location)
 
 
 def verify_file(
@@ -145,7 +131,7 @@ def verify_folder(
         data_set(folder, into_passed_over=True, with_key_material=True), key=lambda entry: entry.location.path
     )
     reports: list[FileReport] = []
-    members: list[Member] = []
+    members: list[FileFacts] = []
     files = [entry for entry in found if isinstance(entry, ParquetFile)]
     verify = MemberVerifier(keys, table_name, aad_prefix, folder, allow_plaintext)
     locations = {file.location.path_within(folder): file.location for file in files}
@@ -159,7 +145,7 @@ def verify_folder(
         return ((name, verify.look_at(locations[name], nonce_part=part)[1].nonces) for name in names)
 
     nonces = SharedNonces(read_again)
-    not_attempted: list[str] = []
+    not_attempted: list[FileLocation] = []
     of_tables = [file.location for file in files if file.location.path in tables.keys]
     others = [file for file in files if file.location.path not in tables.keys]
     outcomes = _verified(others, verify, visible=folder.is_for_all_processes)
@@ -167,14 +153,14 @@ def verify_folder(
         if isinstance(outcome, KmsUnavailableError):
             unavailable = replace(_unreadable(str(location), f"not attempted: {outcome}"), kms_is_unavailable=True)
             reports.append(unavailable)
-            not_attempted.append(str(location))
+            not_attempted.append(location)
             continue
         report, facts = outcome
         reports.append(report)
         name = location.path_within(folder)
         if facts.nonces is not None:
             nonces.add_file(name, facts.nonces.invocations)
-        members.append(Member(name, replace(facts, nonces=None)))
+        members.append(replace(facts, name=name, nonces=None))
         if on_progress is not None:
             on_progress(report)
     data_set_report = folder_report(
@@ -182,8 +168,7 @@ def verify_folder(
         reports,
         members,
         nonces,
-        [entry for entry in found if isinstance(entry, LeftOut)],
-        [entry for entry in found if isinstance(entry, Unseen)],
+        found,
         part_count=part_count,
         not_attempted=not_attempted,
         allow_plaintext=allow_plaintext,
@@ -195,30 +180,25 @@ def verify_folder(
     return data_set_report
 
 
+@dataclass
 class MemberVerifier:
     """Verifies files with one table of a configuration, here or in worker processes.
 
     Globs of accepted plaintext files are compared with paths within the folder.
     """
 
-    def __init__(
-        self,
-        keys: KeyService | None,
-        table_name: str | None,
-        aad_prefix: str | bytes | None,
-        folder: FileLocation | None = None,
-        allow_plaintext: Sequence[str] = (),
-    ) -> None:
-        self._keys = keys
-        self._table_name = table_name
-        self._aad_prefix = aad_prefix
-        self._folder = folder
-        self._allow_plaintext = allow_plaintext
-        self._kms_keys = keys.kms_keys() if keys is not None else None
-        self.keys_of_tables: Mapping[str, OneKey] = {}
+    keys: KeyService | None
+    table_name: str | None
+    aad_prefix: str | bytes | None
+    folder: FileLocation | None = None
+    allow_plaintext: Sequence[str] = ()
+    keys_of_tables: Mapping[str, OneKey] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._kms_keys = self.keys.kms_keys() if self.keys is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self._keys, self._table_name, self._aad_prefix, self._folder, self._allow_plaintext)
+        arguments = (self.keys, self.table_name, self.aad_prefix, self.folder, self.allow_plaintext)
         return _verifier_in_worker, (fingerprint_key(), arguments)
 
     @property
@@ -232,11 +212,11 @@ class MemberVerifier:
         A file that cannot be opened has its keys unwrapped when it is verified: it must not hold up the others.
         The audit log names the folder, since one request is for several files.
         """
-        with audit.about(locations[0] if len(locations) == 1 or self._folder is None else self._folder):
+        with audit.about(locations[0] if len(locations) == 1 or self.folder is None else self.folder):
             self._unwrap_together(locations)
 
     def _unwrap_together(self, locations: Sequence[FileLocation]) -> None:
-        keys, kms_keys = self._keys, self._kms_keys
+        keys, kms_keys = self.keys, self._kms_keys
         if keys is None or keys.kms is None or kms_keys is None or kms_keys.unavailable is not None:
             return
         try:
@@ -245,7 +225,7 @@ class MemberVerifier:
                 kms_keys,
                 keys.data_keys,
                 aad_prefix_of=lambda location, stored: keys.expected_aad_prefix(
-                    location, self._table_name, self._aad_prefix, stored
+                    location, self.table_name, self.aad_prefix, stored
                 ),
                 table_check=self._table,
                 allow_plaintext=True,
@@ -262,16 +242,12 @@ class MemberVerifier:
     @property
     def _table(self) -> TableCheck | None:
         """The table of the files; None if there is none, or several and none is named."""
-        assert self._keys is not None
-        one = self._table_name is not None or len(self._keys.configuration.tables) == 1
-        return self._keys.table_check(self._table_name) if one else None
+        assert self.keys is not None
+        one = self.table_name is not None or len(self.keys.configuration.tables) == 1
+        return self.keys.table_check(self.table_name) if one else None
 
     def __call__(self, location: FileLocation) -> tuple[FileReport, FileFacts]:
-        """Verify a file of a folder; see `look_at`.
-
-        Raises:
-            KmsUnavailableError: The KMS could not be reached for an earlier file.
-        """
+        """Verify a file of a folder; see `look_at`. Raises if the KMS could not be reached for an earlier file."""
         if self.unavailable is not None:
             raise without_frames(self.unavailable)
         return self.look_at(location)
@@ -286,14 +262,10 @@ class MemberVerifier:
             return _unreadable(str(location), "its name is not UTF-8, and so has no AAD prefix"), FileFacts()
 
     def verify(self, location: FileLocation, nonce_part: NoncePart | None = None) -> tuple[FileReport, FileFacts]:
-        """Verify a file, or only collect some of its nonces.
-
-        Raises:
-            OSError: It cannot be read, for another reason than permissions.
-        """
+        """Verify a file, or only collect some of its nonces."""
         try:
             with audit.about(location), open_source(location) as source:
-                finder = self.keys_of_tables.get(location.path) or finder_of(self._keys, location, self._kms_keys)
+                finder = self.keys_of_tables.get(location.path) or finder_of(self.keys, location, self._kms_keys)
                 expectation = self._expectation(source, location)
                 report, facts = verify_source(source, finder, expectation, nonce_part=nonce_part)
                 if report.denied and self._kms_keys is not None and self._kms_keys.has_unavailable:
@@ -309,17 +281,16 @@ class MemberVerifier:
         if (one_key := self.keys_of_tables.get(location.path)) is not None:
             prefix = ExpectedAadPrefix((one_key.aad_prefix,)) if one_key.aad_prefix else None
             return Expectation(prefix, path=location.path)
-        keys, table_name, aad_prefix = self._keys, self._table_name, self._aad_prefix
-        is_allowed = self._folder is not None and matches_any(
-            location.path_within(self._folder), self._allow_plaintext
+        keys, aad_prefix = self.keys, self.aad_prefix
+        is_allowed = self.folder is not None and matches_any(
+            location.path_within(self.folder), self.allow_plaintext
         )
         if keys is None:
             prefix = None if aad_prefix is None else ExpectedAadPrefix.of(aad_prefix)
             return Expectation(prefix, accept_plaintext=is_allowed, path=location.path)
-        number = len(keys.configuration.tables)
-        table = self._table
+        number, table = len(keys.configuration.tables), self._table
         return Expectation(
-            aad_prefix=expected_prefix(keys, source, location, table_name, aad_prefix),
+            aad_prefix=expected_prefix(keys, source, location, self.table_name, aad_prefix),
             allow_plaintext=keys.configuration.reading.plaintext_files == "allow",
             accept_plaintext=is_allowed,
             table=table,
@@ -373,36 +344,30 @@ def _verified(
 def folder_report(
     folder: FileLocation,
     reports: Sequence[FileReport],
-    members: Sequence[Member],
+    members: Sequence[FileFacts],
     nonces: SharedNonces,
-    left_out: Sequence[LeftOut],
-    unseen: Sequence[Unseen],
+    entries: Sequence[Entry],
     *,
     part_count: int | None = None,
-    not_attempted: Sequence[str] = (),
+    not_attempted: Sequence[FileLocation] = (),
     allow_plaintext: Sequence[str] = (),
     expected: Mapping[str, ListedFile] | None = None,
     tables: TableFiles | None = None,
 ) -> DataSetReport:
     """Check what was found in the files of a folder, wherever that was, and what else is in it."""
-    unreadable = [_unreadable(entry.path, entry.reason) for entry in unseen]
-    unknown = [FileLocation.resolve(path).path_within(folder) for path in not_attempted]
+    book = RuleBook([Scope.DATA_SET])
+    left_out = [entry for entry in entries if isinstance(entry, LeftOut)]
+    tables = tables or TableFiles()
+    check_data_set(folder, members, left_out, nonces, book, tables, allow_plaintext, part_count)
+    if expected is not None:
+        check_list(expected, members, [location.path_within(folder) for location in not_attempted], book)
     return DataSetReport(
         str(folder),
-        (*reports, *unreadable),
-        check_data_set(
-            folder,
-            members,
-            left_out,
-            nonces,
-            tables=tables or TableFiles(),
-            allow_plaintext=allow_plaintext,
-            part_count=part_count,
-            check_list=None if expected is None else partial(check_list, expected, members, unknown),
-        ),
+        (*reports, *(_unreadable(entry.path, entry.reason) for entry in entries if isinstance(entry, Unseen))),
+        book.results(),
         {left.path: left.reason for left in left_out if left.reason is not LeftOutReason.KEY_MATERIAL_BESIDE},
-        tuple(not_attempted),
-        tables is not None and tables.kms_is_unavailable,
+        tuple(map(str, not_attempted)),
+        tables.kms_is_unavailable,
     )
 
 
@@ -437,8 +402,7 @@ class SalvageResult(FileResult):
     """What was written of a damaged file, and what is missing in it.
 
     Attributes:
-        row_groups: How many the source has.
-        missing_row_groups: Ordinals, in the source, of those that were left out.
+        missing_row_groups: Ordinals, in the source, of row groups that were left out.
         losses: What is lost of which chunk, page by page.
         dropped_indexes: (row group ordinal, column ordinal), in the source, of chunks whose page index or Bloom
             filter was damaged and left out; their values are all there.
@@ -457,11 +421,7 @@ class SalvageResult(FileResult):
 
 @dataclass(frozen=True)
 class _WithoutIndexes(Footer):
-    """A footer whose damaged page indexes and Bloom filters are not mentioned.
-
-    Attributes:
-        damaged: (row group ordinal, column ordinal) of their chunks.
-    """
+    """A footer that does not mention the damaged page indexes and Bloom filters of some chunks."""
 
     damaged: frozenset[tuple[int, int]] = frozenset()
 
@@ -495,16 +455,19 @@ def salvage_file(
         "Salvage it with another configuration.",
     )
     refuse_same_file(source, target)
-    finder = RetrieverFinder(keys, keys.kms_keys(), source)
-    with open_source(source) as opened:
-        prefix = expected_prefix(keys, opened, source, table_name, aad_prefix)
-        if keys.configuration.reading.ctr_files == "reject":
-            refuse_ctr(read_envelope(opened), str(source))
-        footer = _own_footer(keys.table_check(table_name), source, opened, finder, prefix)
-        deks = column_deks(footer, finder)
+    # A column whose metadata is damaged costs its row groups alone: here, no column is opened.
+    (opened,) = keys.open_files(
+        [source], table_name, aad_prefix, wanted=lambda _: (), identities=FileIdentities(refuses=False)
+    )
+    opened.refuse_unencrypted()
+    footer = opened.footer
+    with open_source(source) as opened_source:
+        prefix = expected_prefix(keys, opened_source, source, table_name, aad_prefix)
+        data = as_verified(opened, opened_source)
+        deks = column_deks(footer, opened.retriever)
         # Where the algorithm was exchanged no page can be read, and that is not what damage looks like.
-        check_stated_algorithm(opened, footer, deks)
-        report, _ = verify_source(opened, finder, Expectation(prefix, path=source.path))
+        check_stated_algorithm(data, footer, deks)
+        report, _ = verify_source(data, opened.retriever, Expectation(prefix, path=source.path))
         damage = report.damage
         if damage is None or damage.file_is_lost or (damage.row_groups and not damage.readable_row_groups):
             raise DecryptionError(
@@ -513,7 +476,7 @@ def salvage_file(
         readable = damage.readable_row_groups
         with plaintext_output(target, mode, overwrite=overwrite) as pending, pending.open_sink() as sink:
             decrypt_columns(
-                opened,
+                data,
                 sink,
                 _without_indexes(footer, frozenset(damage.damaged_indexes)),
                 deks,
@@ -523,35 +486,13 @@ def salvage_file(
         return SalvageResult(
             str(source),
             str(target),
-            opened.size_bytes,
+            data.size_bytes,
             written_bytes([target]),
             damage.row_groups,
             tuple(ordinal for ordinal in range(damage.row_groups) if ordinal not in readable),
             damage.losses,
             tuple(place for place in damage.damaged_indexes if place[0] in readable),
         )
-
-
-def _own_footer(
-    table_check: TableCheck | None,
-    location: FileLocation,
-    source: ByteSource,
-    finder: RetrieverFinder,
-    aad_prefix: ExpectedAadPrefix | None,
-) -> Footer:
-    """Return the footer of an encrypted file that is what its table says."""
-    envelope = read_envelope(source)
-    if envelope.mode is FooterMode.UNENCRYPTED:
-        raise NotEncryptedError(f"{location} is not encrypted.")
-    if table_check is not None:
-        check_footer_key(table_check, str(location), envelope, finder)
-    # What is wrong with the AAD is found before the KMS is asked.
-    envelope.file_aads(aad_prefix)
-    footer = envelope.open(finder.footer_dek(envelope.key_metadata), aad_prefix)
-    if table_check is not None:
-        check_column_keys(table_check, str(location), footer, finder)
-    refuse_folders_above(location, footer.protected_columns, table_check)
-    return footer
 
 
 def _without_indexes(footer: Footer, damaged: frozenset[tuple[int, int]]) -> Footer:

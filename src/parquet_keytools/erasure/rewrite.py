@@ -50,12 +50,11 @@ from parquet_keytools.format.file_layout import (
 )
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever
-from parquet_keytools.rotation.data_set_run import InPlaceRequest, OnFile, change_each_file
-from parquet_keytools.rotation.file_keys import read_tail
-from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version, replaced_whole, unless_changed
+from parquet_keytools.rotation.data_set_run import OnFile, RunOptions, change_each_file
+from parquet_keytools.rotation.file_keys import read_tail, unless_changed
+from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version, replaced_whole
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.storage.locations import BufferSource, FileLocation, open_source
-from parquet_keytools.storage.walk import file_or_folder
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput
 
@@ -96,7 +95,6 @@ def rewrite_rows(
 ) -> RotationReport:
     """Remove the rows that match a filter; see `Keytools.erase_rows`."""
     table_name, _ = keys.configuration.select_table(table_name)
-    is_file = file_or_folder(location).is_file
     _refuse_table_around(location)
     rewriting = _Rewriting(keys, table_name, parse_filter(where))
 
@@ -109,8 +107,7 @@ def rewrite_rows(
             on_file(file)
 
     # Worker processes get a pickled copy of `rewriting`.
-    request = InPlaceRequest(keep_results, on_found, table_name=table_name)
-    found = change_each_file(location, rewriting.search, request, raises_failures=is_file)
+    found = change_each_file(location, rewriting.search, RunOptions(keep_results, on_found))
     for left in found.skipped:
         if is_table_metadata(left.location):
             raise _is_table(left.path, "Iceberg")
@@ -123,8 +120,7 @@ def rewrite_rows(
         raise found.stopped_by
     if on_search is not None:
         on_search(rewriting.found.values())
-    request = InPlaceRequest(keep_results, on_file, table_name=table_name)
-    return change_each_file(location, rewriting.rewrite, request, raises_failures=is_file)
+    return change_each_file(location, rewriting.rewrite, RunOptions(keep_results, on_file))
 
 
 def _refuse_table_around(location: FileLocation) -> None:

@@ -28,8 +28,6 @@ class KeyMaterial:
     """Describes how one DEK is wrapped.
 
     Attributes:
-        is_footer_key: Whether the DEK encrypts or signs the footer.
-        master_key_id: Identifier of the master key in the KMS.
         wrapped_dek: Single wrapping: the DEK wrapped by the KMS. Double wrapping: base64 of nonce, ciphertext and
             tag of the DEK under the KEK.
         kek_id: 16 random bytes that identify the KEK and are the AAD of the wrapped DEK; None with single
@@ -76,22 +74,14 @@ class KeyMaterial:
 
     @classmethod
     def parse(cls, text: str | bytes) -> KeyMaterial:
-        """Parse key material.
-
-        Raises:
-            KeyMaterialError: The key material is not valid; the text names the field.
-        """
+        """Parse key material; `KeyMaterialError` names the field that is not valid."""
         fields = parse_object(text, "key material")
         check_type(fields)
         return cls.from_fields(fields)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> KeyMaterial:
-        """Make key material from the fields of a JSON object, whose type was checked.
-
-        Raises:
-            KeyMaterialError: The key material is not valid; the text names the field.
-        """
+        """Make key material from the fields of a JSON object, whose type was checked; see `parse`."""
         is_footer_key = take_field(fields, "isFooterKey", bool)
         kek_id, wrapped_kek = None, None
         if take_field(fields, "doubleWrapping", bool):
@@ -113,11 +103,7 @@ class KeyMaterial:
 
 
 def parse_object(text: str | bytes, what: str) -> dict[str, Any]:
-    """Parse one JSON object of bounded size without duplicate fields.
-
-    Raises:
-        KeyMaterialError: The text is not such an object; the error starts with `what`.
-    """
+    """Parse one JSON object of bounded size without duplicate fields; errors start with `what`."""
     if len(text) > MAX_KEY_METADATA_BYTES:
         raise KeyMaterialError(f"{what}: longer than {MAX_KEY_METADATA_BYTES} bytes")
     try:
@@ -140,11 +126,8 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object_without_duplicates, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_without_duplicates, parse_constant=int)
+"""`int` raises an error for NaN and Infinity."""
 
 
 def check_type(fields: dict[str, Any]) -> None:
@@ -158,11 +141,7 @@ _MISSING: Any = object()
 
 
 def take_field(fields: dict[str, Any], name: str, kind: type, default: Any = _MISSING) -> Any:
-    """Return a field of type `kind`, or the default if the field is missing.
-
-    Raises:
-        KeyMaterialError: The field is missing without a default, or has another type.
-    """
+    """Return a field of type `kind`, or the default if the field is missing."""
     value = fields.get(name, default)
     if value is _MISSING:
         raise KeyMaterialError(f"{name}: is missing")
@@ -179,11 +158,7 @@ def take_field(fields: dict[str, Any], name: str, kind: type, default: Any = _MI
 
 
 def decode_base64(text: str, name: str) -> bytes:
-    """Decode strict base64.
-
-    Raises:
-        KeyMaterialError: The text is not base64; the error names the field `name`.
-    """
+    """Decode strict base64 of the field `name`."""
     try:
         return strict_base64.decode(text)
     except ValueError:
@@ -221,10 +196,7 @@ KeyMetadata = KeyMaterial | KeyReference | DataKeyId
 
 
 def parse_key_metadata(key_metadata: bytes | None) -> KeyMetadata | None:
-    """Parse key metadata.
-
-    Returns:
-        Key material, a reference to key material, the id of a data key, or None without key metadata.
+    """Parse key metadata; None without any.
 
     Raises:
         KeyMaterialError: The key metadata starts like JSON but is not valid key material, is too long, or is not
@@ -235,7 +207,10 @@ def parse_key_metadata(key_metadata: bytes | None) -> KeyMetadata | None:
     if len(key_metadata) > MAX_KEY_METADATA_BYTES:
         raise KeyMaterialError(f"key metadata: longer than {MAX_KEY_METADATA_BYTES} bytes")
     if not key_metadata.lstrip().startswith(b"{"):
-        return _parse_data_key_id(key_metadata)
+        try:
+            return DataKeyId(key_metadata.decode("utf-8"))
+        except UnicodeDecodeError:
+            raise KeyMaterialError("key metadata: neither JSON nor the id of a data key in UTF-8") from None
     fields = parse_object(key_metadata, "key metadata")
     check_type(fields)
     if take_field(fields, "internalStorage", bool):
@@ -245,10 +220,3 @@ def parse_key_metadata(key_metadata: bytes | None) -> KeyMetadata | None:
         # A reference is only looked up in a JSON object; text that looks like a path is refused as a precaution.
         raise KeyMaterialError("keyReference: not a plain name")
     return KeyReference(reference)
-
-
-def _parse_data_key_id(key_metadata: bytes) -> DataKeyId:
-    try:
-        return DataKeyId(key_metadata.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise KeyMaterialError("key metadata: neither JSON nor the id of a data key in UTF-8") from None

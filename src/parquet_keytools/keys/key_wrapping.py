@@ -62,11 +62,7 @@ class Kek:
         return wrap_by(self._cipher, dek, self.kek_id)
 
     def unwrap_dek(self, wrapped_dek: str) -> SecretBytes:
-        """Return the DEK.
-
-        Raises:
-            KeyMaterialError: The DEK was wrapped by another KEK, or is damaged.
-        """
+        """Return the DEK; `KeyMaterialError` if it was wrapped by another KEK, or is damaged."""
         buffer = decode_base64(wrapped_dek, "wrappedDEK")
         if len(buffer) <= ADDED_LENGTH:
             raise KeyMaterialError("wrappedDEK: too short")
@@ -83,15 +79,7 @@ class Kek:
 
 
 def dek_of(material: KeyMaterial, kms_key: SecretBytes) -> SecretBytes:
-    """Return the DEK of key material.
-
-    Args:
-        material: The key material.
-        kms_key: The key that the KMS unwrapped: the KEK, or the DEK with single wrapping.
-
-    Raises:
-        KeyMaterialError: `kms_key` is not the KEK of the wrapped DEK.
-    """
+    """Return the DEK of key material, with the key that the KMS unwrapped: the KEK, or the DEK itself."""
     kek_id = material.kek_id
     return kms_key if kek_id is None else Kek(kek_id, kms_key).unwrap_dek(material.wrapped_dek)
 
@@ -103,13 +91,6 @@ Clock = Callable[[], float]
 """Monotonic clock in seconds; `time.monotonic` except in tests."""
 
 
-@dataclass(frozen=True)
-class _Entry(Generic[V]):
-    value: V
-    loaded_at: float
-    expires_at: float
-
-
 class KekCache(Generic[K, V]):
     """Caches keys of one KMS client, and so of one backend, configuration and principal.
 
@@ -118,17 +99,13 @@ class KekCache(Generic[K, V]):
     """
 
     def __init__(self, clock: Clock, name: str = "other") -> None:
-        """Create an empty cache.
-
-        Args:
-            clock: Clock for the expiry of keys.
-            name: Name of the cache in metrics.
-        """
+        """Create an empty cache with a name in metrics."""
         self._clock = clock
         self._name = name
         self._lock = ForkSafeLock()
         self._owner = OwnerProcess()
-        self._entries: dict[K, _Entry[V]] = {}
+        self._entries: dict[K, tuple[V, float, float]] = {}
+        """Each with the times when it was loaded, and when it expires."""
         self._loading: dict[K, Future[V | KmsError]] = {}
         self._next_purge = 0.0
         self._clearings = 0
@@ -138,23 +115,25 @@ class KekCache(Generic[K, V]):
     ) -> list[V | KmsError]:
         """Return keys from the cache, and load the missing keys in one call.
 
-        Args:
-            wanted: Identities of the keys; may contain duplicates.
-            load: Called without a lock, for keys that are neither cached nor being loaded by another thread.
-            lifetime_seconds: Lifetime of the loaded keys, and the maximum age of cached keys for this caller.
+        `load` is called without a lock, for keys that are neither cached nor being loaded by another thread. The
+        lifetime is for the loaded keys, and the maximum age of cached keys for this caller.
         """
         found: dict[K, V | KmsError] = {}
         mine: dict[K, Future[V | KmsError]] = {}
         others: dict[K, Future[V | KmsError]] = {}
         now = self._clock()
         with self._lock:
-            self._start_anew_after_fork()
+            if not self._owner.is_here:
+                # The loading threads do not exist in a forked child, and the child uses its own KEKs.
+                self._owner, self._entries, self._loading = OwnerProcess(), {}, {}
             clearings = self._clearings
-            self._purge(now, lifetime_seconds)
+            if now >= self._next_purge:
+                self._next_purge = now + lifetime_seconds
+                self._entries = {key: entry for key, entry in self._entries.items() if now < entry[2]}
             for key in dict.fromkeys(wanted):
                 entry = self._entries.get(key)
-                if entry and now < min(entry.expires_at, entry.loaded_at + lifetime_seconds):
-                    found[key] = entry.value
+                if entry is not None and now < min(entry[2], entry[1] + lifetime_seconds):
+                    found[key] = entry[0]
                 elif key in self._loading:
                     others[key] = self._loading[key]
                 else:
@@ -194,7 +173,7 @@ class KekCache(Generic[K, V]):
                 for key, value in zip(mine, loaded, strict=True):
                     del self._loading[key]
                     if not isinstance(value, KmsError) and clearings == self._clearings:
-                        self._entries[key] = _Entry(value, now, now + lifetime_seconds)
+                        self._entries[key] = value, now, now + lifetime_seconds
             for future, value in zip(mine.values(), loaded, strict=True):
                 future.set_result(value)
         except BaseException as error:
@@ -208,19 +187,6 @@ class KekCache(Generic[K, V]):
                 elif not future.done():
                     future.set_exception(error)
             raise
-
-    def _purge(self, now: float, lifetime_seconds: float) -> None:
-        if now < self._next_purge:
-            return
-        self._next_purge = now + lifetime_seconds
-        self._entries = {key: entry for key, entry in self._entries.items() if now < entry.expires_at}
-
-    def _start_anew_after_fork(self) -> None:
-        if not self._owner.is_here:
-            # The loading threads do not exist in the child, and the child uses its own KEKs.
-            self._owner = OwnerProcess()
-            self._entries = {}
-            self._loading = {}
 
 
 @dataclass(frozen=True)
@@ -237,8 +203,6 @@ class Wrapping:
     """Settings for wrapping DEKs.
 
     Attributes:
-        double_wrapping: Whether KEKs wrap DEKs, and master keys wrap only KEKs.
-        kek_length_bits: Length of new KEKs.
         cache_lifetime_seconds: How long a KEK is used for new files.
         kms_instance_id: The KMS that the footer names; None if its key is not in a KMS.
     """
@@ -249,18 +213,12 @@ class Wrapping:
     kms_instance_id: str | None
 
 
-@dataclass(frozen=True)
-class _WrappedKek:
-    kek: Kek
-    wrapped_kek: str
-
-
 class KeyWrapper:
     """Wraps DEKs with the master keys of one KMS, or of several; caches KEKs and uses them for many files."""
 
     def __init__(self, kms: KmsClient, clock: Clock) -> None:
         self._kms = kms
-        self._keks: KekCache[tuple[str, int], _WrappedKek] = KekCache(clock, "wrapped")
+        self._keks: KekCache[tuple[str, int], tuple[Kek, str]] = KekCache(clock, "wrapped")
 
     def wrap(self, deks: Sequence[DekToWrap], wrapping: Wrapping) -> list[KeyMaterial]:
         """Wrap DEKs, with one request to the KMS for all missing keys.
@@ -268,51 +226,39 @@ class KeyWrapper:
         Raises:
             KmsError: A key cannot be wrapped. The caller must then write nothing.
         """
+        wrapped: Sequence[tuple[Kek | None, str] | KmsError]
         if wrapping.double_wrapping:
-            return self._wrap_with_keks(deks, wrapping)
-        wrapped = self._kms.wrap_many([WrapRequest(item.dek, item.master_key_id) for item in deks])
-        return [
-            KeyMaterial(
-                is_footer_key=item.is_footer_key,
-                master_key_id=self._kms.id_in_file(item.master_key_id, wrapping.kms_instance_id),
-                wrapped_dek=value_or_raise(outcome),
-                kms_instance_id=wrapping.kms_instance_id or "DEFAULT",
-            )
-            for item, outcome in zip(deks, wrapped, strict=True)
-        ]
-
-    def clear_cache(self) -> None:
-        """Drop the cached KEKs; later files get new KEKs."""
-        self._keks.clear()
-
-    def _wrap_with_keks(self, deks: Sequence[DekToWrap], wrapping: Wrapping) -> list[KeyMaterial]:
-        keks = self._keks.get_many(
-            [(item.master_key_id, wrapping.kek_length_bits) for item in deks],
-            self._make_keks,
-            wrapping.cache_lifetime_seconds,
-        )
+            kinds = [(item.master_key_id, wrapping.kek_length_bits) for item in deks]
+            wrapped = self._keks.get_many(kinds, self._make_keks, wrapping.cache_lifetime_seconds)
+        else:
+            outcomes = self._kms.wrap_many([WrapRequest(item.dek, item.master_key_id) for item in deks])
+            wrapped = [outcome if isinstance(outcome, KmsError) else (None, outcome) for outcome in outcomes]
         materials = []
-        for item, outcome in zip(deks, keks, strict=True):
-            kek = value_or_raise(outcome)
+        for item, found in zip(deks, wrapped, strict=True):
+            kek, wrapped_key = value_or_raise(found)
             materials.append(
                 KeyMaterial(
                     is_footer_key=item.is_footer_key,
                     master_key_id=self._kms.id_in_file(item.master_key_id, wrapping.kms_instance_id),
-                    wrapped_dek=kek.kek.wrap_dek(item.dek),
-                    kek_id=kek.kek.kek_id,
-                    wrapped_kek=kek.wrapped_kek,
+                    wrapped_dek=wrapped_key if kek is None else kek.wrap_dek(item.dek),
+                    kek_id=None if kek is None else kek.kek_id,
+                    wrapped_kek=None if kek is None else wrapped_key,
                     kms_instance_id=wrapping.kms_instance_id or "DEFAULT",
                 )
             )
         return materials
 
-    def _make_keks(self, wanted: list[tuple[str, int]]) -> list[_WrappedKek | KmsError]:
+    def clear_cache(self) -> None:
+        """Drop the cached KEKs; later files get new KEKs."""
+        self._keks.clear()
+
+    def _make_keks(self, wanted: list[tuple[str, int]]) -> list[tuple[Kek, str] | KmsError]:
         keks = [Kek.generate(length_bits) for _, length_bits in wanted]
         wrapped = self._kms.wrap_many(
             [WrapRequest(kek.key, master_key_id) for kek, (master_key_id, _) in zip(keks, wanted, strict=True)]
         )
         return [
-            outcome if isinstance(outcome, KmsError) else _WrappedKek(kek, outcome)
+            outcome if isinstance(outcome, KmsError) else (kek, outcome)
             for kek, outcome in zip(keks, wrapped, strict=True)
         ]
 
@@ -358,17 +304,17 @@ class KeyUnwrapper:
         return isinstance(error, KEY_REFUSALS)
 
     def of_file(self, material: KeyMaterial, instance_id: str | None) -> KeyMaterial:
-        """Return key material of a file with the identifier of its master key; see `KmsClient.id_of_file`.
-
-        Args:
-            material: The key material as the file has it.
-            instance_id: The KMS that the footer names; None if it names none.
-        """
+        """Return key material of a file with the identifier of its master key; see `KmsClient.id_of_file`."""
         master_key_id = decode_master_key_id(material.master_key_id)
         if self._kms is not None:
             master_key_id = self._kms.id_of_file(master_key_id, instance_id)
         same = master_key_id == material.master_key_id
         return material if same else replace(material, master_key_id=master_key_id)
+
+    @property
+    def kms_instances(self) -> frozenset[str]:
+        """The names of KMSs that files may name; see `KmsClient.instances`."""
+        return frozenset() if self._kms is None else self._kms.instances
 
     def clear_cache(self) -> None:
         """Drop the cached keys; later reads call the KMS again."""
@@ -379,35 +325,24 @@ class KeyUnwrapper:
         return self._kms.unwrap_many([UnwrapRequest(*item) for item in wanted])
 
 
+@dataclass(eq=False, repr=False)
 class KmsKeys:
     """The keys that the KMS unwrapped for one operation on one or more files.
 
     Attributes:
-        unwrapper: Calls the KMS.
+        cache_lifetime_seconds: Maximum age of a cached key from another operation.
+        known: Keys that the caller has already, as in `answers`.
         answers: (wrapped key, master key id) -> the key, or the error.
         unavailable: The error of a KMS that could not be reached, which all further calls would have, too; None if
             there is none, or another KMS may answer.
     """
 
-    def __init__(
-        self,
-        unwrapper: KeyUnwrapper,
-        cache_lifetime_seconds: float,
-        known: Mapping[tuple[str, str], SecretBytes] | None = None,
-    ) -> None:
-        """Create the keys of an operation.
-
-        Args:
-            unwrapper: Calls the KMS.
-            cache_lifetime_seconds: Maximum age of a cached key from another operation.
-            known: Keys that the caller has already, as in `answers`.
-        """
-        self.unwrapper = unwrapper
-        self._cache_lifetime_seconds = cache_lifetime_seconds
-        self._known = known or {}
-        self.answers: dict[tuple[str, str], SecretBytes | KeytoolsError] = {}
-        self.unavailable: KmsUnavailableError | None = None
-        self._keks: dict[tuple[str, str], Kek] = {}
+    unwrapper: KeyUnwrapper
+    cache_lifetime_seconds: float
+    known: Mapping[tuple[str, str], SecretBytes] | None = None
+    answers: dict[tuple[str, str], SecretBytes | KeytoolsError] = field(default_factory=dict, init=False)
+    unavailable: KmsUnavailableError | None = field(default=None, init=False)
+    _keks: dict[tuple[str, str], Kek] = field(default_factory=dict, init=False)
 
     @property
     def keys(self) -> dict[tuple[str, str], SecretBytes]:
@@ -424,11 +359,12 @@ class KmsKeys:
         missing = {_identity(material): material for material in materials}
         for identity in missing.keys() & self.answers.keys():
             del missing[identity]
-        for identity in missing.keys() & self._known.keys():
-            self.answers[identity] = self._known[identity]
+        known = self.known or {}
+        for identity in missing.keys() & known.keys():
+            self.answers[identity] = known[identity]
             del missing[identity]
         if missing:
-            found = self.unwrapper.kms_keys(list(missing.values()), self._cache_lifetime_seconds)
+            found = self.unwrapper.kms_keys(list(missing.values()), self.cache_lifetime_seconds)
             self.answers.update(zip(missing, found, strict=True))
             self.unavailable = next(
                 (one for one in found if isinstance(one, KmsUnavailableError) and not one.others_may_answer), None
@@ -491,11 +427,7 @@ class DataKeys:
         return self.columns_without_metadata.get(".".join(column_path))
 
     def find(self, name: str | None, what: str) -> SecretBytes:
-        """Return a data key.
-
-        Raises:
-            KeyNotAvailableError: No name is given, or no key has the name.
-        """
+        """Return a data key of `what`; `KeyNotAvailableError` if no name is given, or no key has the name."""
         if name is None:
             raise KeyNotAvailableError(
                 f"{what} has no key metadata.", hint="Name its data key under `reading.keys_without_metadata`."
@@ -509,6 +441,7 @@ class DataKeys:
         return key
 
 
+@dataclass(eq=False, repr=False)
 class FileKeyRetriever:
     """A `KeyRetriever` for one file.
 
@@ -518,23 +451,22 @@ class FileKeyRetriever:
         written_ids: (wrapped key, master key id as the file has it) -> the identifier of the master key.
     """
 
-    def __init__(self, kms_keys: KmsKeys, data_keys: DataKeys, parquet_file: FileLocation) -> None:
-        self._kms_keys = kms_keys
-        self._data_keys = data_keys
-        self._parquet_file = parquet_file
-        self.uses_data_keys = False
-        self.key_materials: dict[str, KeyMaterial] | None = None
-        self._not_read: KeytoolsError | None = None
-        self.written_ids: dict[tuple[str, str], str] = {}
-        self._instance_id: str | None = None
-        self._parsed: dict[bytes | None, KeyMetadata | None] = {}
+    kms_keys: KmsKeys
+    data_keys: DataKeys
+    parquet_file: FileLocation
+    uses_data_keys: bool = False
+    key_materials: dict[str, KeyMaterial] | None = None
+    written_ids: dict[tuple[str, str], str] = field(default_factory=dict)
+    _not_read: KeytoolsError | None = None
+    _instance_id: str | None = None
+    _parsed: dict[bytes | None, KeyMetadata | None] = field(default_factory=dict)
 
     def footer_dek(self, key_metadata: bytes | None) -> SecretBytes:
         """Return the DEK of the footer; see `KeyRetriever`."""
         material = self.material(key_metadata)
         if material is not None and not material.is_footer_key:
             raise KeyMaterialError(
-                "isFooterKey: is false in the key material of the footer", path=str(self._parquet_file)
+                "isFooterKey: is false in the key material of the footer", path=str(self.parquet_file)
             )
         return value_or_raise(self._deks([(None, key_metadata)])[0])
 
@@ -552,23 +484,19 @@ class FileKeyRetriever:
 
     def name_without_metadata(self, column_path: tuple[str, ...] | None) -> str | None:
         """Return the name of a data key; see `DataKeys.name_without_metadata`."""
-        return self._data_keys.name_without_metadata(column_path)
+        return self.data_keys.name_without_metadata(column_path)
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
         """Return the key material in key metadata or in the key material file; None for a data key.
 
         The footer's key comes first: it names the KMS of the other keys.
-
-        Raises:
-            KeyMaterialError: The key material is not valid or is missing.
-            KeyNotAvailableError: The file names a KMS that the configuration does not have.
         """
         parsed = self.parsed(key_metadata)
         if isinstance(parsed, KeyReference):
             material = self._external().get(parsed.reference)
             if material is None:
                 raise KeyMaterialError(
-                    f"the key material file has no {parsed.reference!r}", path=str(self._parquet_file)
+                    f"the key material file has no {parsed.reference!r}", path=str(self.parquet_file)
                 )
         elif isinstance(parsed, KeyMaterial):
             material = parsed
@@ -576,9 +504,19 @@ class FileKeyRetriever:
             return None
         if self._instance_id is None and material.is_footer_key:
             self._instance_id = material.kms_instance_id
-        found = self._kms_keys.unwrapper.of_file(material, self._instance_id)
+        found = self.kms_keys.unwrapper.of_file(material, self._instance_id)
         self.written_ids[_identity(material)] = found.master_key_id
         return found
+
+    @property
+    def kms_instances(self) -> frozenset[str]:
+        """The names of KMSs that files may name; see `KmsClient.instances`."""
+        return self.kms_keys.unwrapper.kms_instances
+
+    def kek_length_bits(self, material: KeyMaterial) -> int | None:
+        """Return the length of the KEK, if there is one that the KMS has unwrapped."""
+        kek = self.kms_keys.answers.get(_identity(material)) if material.double_wrapping else None
+        return kek.length_bits if isinstance(kek, SecretBytes) else None
 
     def _external(self) -> dict[str, KeyMaterial]:
         """Return the external key material of the file.
@@ -590,7 +528,7 @@ class FileKeyRetriever:
             raise self._not_read
         if self.key_materials is None:
             try:
-                self.key_materials = read_key_materials(self._parquet_file)
+                self.key_materials = read_key_materials(self.parquet_file)
             except KeytoolsError as error:
                 self._not_read = error
                 raise
@@ -599,22 +537,22 @@ class FileKeyRetriever:
     def _deks(
         self, wanted: Sequence[tuple[tuple[str, ...] | None, bytes | None]]
     ) -> list[SecretBytes | KeytoolsError]:
-        outcomes: list[SecretBytes | KeytoolsError | None] = [None] * len(wanted)
-        materials: dict[int, KeyMaterial] = {}
-        for position, (path, key_metadata) in enumerate(wanted):
-            try:
-                material = self.material(key_metadata)
-                if material is None:
-                    parsed = self.parsed(key_metadata)
-                    name = parsed.name if isinstance(parsed, DataKeyId) else self.name_without_metadata(path)
-                    what = "the footer" if path is None else f"column {'.'.join(path)!r}"
-                    outcomes[position] = self._data_keys.find(name, what)
-                    self.uses_data_keys = True
-                else:
-                    materials[position] = material
-            except KeytoolsError as error:
-                outcomes[position] = error
-        deks = self._kms_keys.deks(list(materials.values()))
-        for position, dek in zip(materials, deks, strict=True):
-            outcomes[position] = dek
-        return [outcome for outcome in outcomes if outcome is not None]
+        found = [self._found(path, key_metadata) for path, key_metadata in wanted]
+        deks = iter(self.kms_keys.deks([one for one in found if isinstance(one, KeyMaterial)]))
+        return [next(deks) if isinstance(one, KeyMaterial) else one for one in found]
+
+    def _found(
+        self, path: tuple[str, ...] | None, key_metadata: bytes | None
+    ) -> KeyMaterial | SecretBytes | KeytoolsError:
+        """Return the key material of a key, or a data key."""
+        try:
+            material = self.material(key_metadata)
+            if material is not None:
+                return material
+            parsed = self.parsed(key_metadata)
+            name = parsed.name if isinstance(parsed, DataKeyId) else self.name_without_metadata(path)
+            key = self.data_keys.find(name, "the footer" if path is None else f"column {'.'.join(path)!r}")
+        except KeytoolsError as error:
+            return error
+        self.uses_data_keys = True
+        return key

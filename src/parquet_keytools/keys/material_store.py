@@ -31,11 +31,7 @@ def serialise_key_materials(materials: Mapping[str, KeyMaterial]) -> bytes:
 
 
 def parse_key_materials(content: bytes, path: str) -> dict[str, KeyMaterial]:
-    """Parse the content of a key material file.
-
-    Raises:
-        KeyMaterialError: The content is not valid.
-    """
+    """Parse the content of a key material file."""
     materials: dict[str, KeyMaterial] = {}
     try:
         text = content.decode("utf-8")
@@ -56,21 +52,13 @@ def parse_key_materials(content: bytes, path: str) -> dict[str, KeyMaterial]:
 
 
 def read_key_materials(parquet_file: FileLocation) -> dict[str, KeyMaterial]:
-    """Read the key material of a Parquet file.
-
-    Raises:
-        KeyMaterialError: The key material file is missing or not valid.
-    """
+    """Read the key material of a Parquet file; `KeyMaterialError` if it is missing or not valid."""
     content = read_key_material_file(parquet_file)
     return parse_key_materials(content, str(key_material_location(parquet_file)))
 
 
 def read_key_material_file(parquet_file: FileLocation) -> bytes:
-    """Return the content of the key material file of a Parquet file.
-
-    Raises:
-        KeyMaterialError: The key material file is missing.
-    """
+    """Return the content of the key material file of a Parquet file; `KeyMaterialError` if it is missing."""
     location = key_material_location(parquet_file)
     try:
         return read_whole(location, MAX_FILE_BYTES)
@@ -91,11 +79,8 @@ def write_key_materials(
 ) -> None:
     """Write the key material of a Parquet file atomically.
 
-    Args:
-        parquet_file: The Parquet file.
-        materials: Reference -> key material.
-        like: File whose owner and permissions a new key material file gets; an existing file keeps its own.
-        folder: Expected device and inode of the folder of the Parquet file; None for any.
+    A new file gets the owner and permissions of `like`; an existing file keeps its own. `folder` is the expected
+    identity of the folder; None for any.
     """
     location = key_material_location(parquet_file)
     if like is not None and location.is_file():

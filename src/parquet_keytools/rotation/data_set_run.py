@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,15 @@ from parquet_keytools.runtime.worker_processes import (
 )
 from parquet_keytools.storage.local_files import exclusive_folder, storage_failure, without_leftovers
 from parquet_keytools.storage.locations import FileLocation, real_location
-from parquet_keytools.storage.walk import BehindLink, Entry, LeftOut, ParquetFile, Unseen, data_set_in_place
+from parquet_keytools.storage.walk import (
+    BehindLink,
+    Entry,
+    LeftOut,
+    ParquetFile,
+    Unseen,
+    data_set_in_place,
+    file_or_folder,
+)
 
 CONCURRENT_FILES = 8
 
@@ -64,7 +72,6 @@ class RunOptions:
 
     Attributes:
         keep_results: Whether the report lists all files, or only those that failed.
-        on_file: Called with each result.
         raises_failures: Whether to raise the error of a file: for a run over a single file.
         follow_links: Whether to change files outside the given folder that links lead to.
         on_left_out: Called with each entry that does not belong to the data set.
@@ -75,15 +82,6 @@ class RunOptions:
     raises_failures: bool = False
     follow_links: bool = False
     on_left_out: Callable[[LeftOut], None] | None = None
-
-
-@dataclass(frozen=True)
-class InPlaceRequest(RunOptions):
-    """What a user asks for when files are encrypted or re-keyed in place; see `Keytools.encrypt_in_place`."""
-
-    table_name: str | None = None
-    on_progress: Callable[[int], None] | None = None
-    key_values: Mapping[str, str] | None = None
 
 
 def changed_file(change: ChangeFile, location: FileLocation) -> FileOutcome:
@@ -176,12 +174,14 @@ def files_of(
             on_left_out(entry)
 
 
-def change_each_file(
-    path: FileLocation, change: ChangeFile, request: InPlaceRequest, *, raises_failures: bool
-) -> RotationReport:
-    """Change a file, or each Parquet file under a folder on its own; errors as with `change_data_set`."""
+def change_each_file(path: FileLocation, change: ChangeFile, options: RunOptions) -> RotationReport:
+    """Change a file, or each Parquet file under a folder on its own; errors as with `change_data_set`.
+
+    Raises the failure of a file that is given itself.
+    """
     report = RotationReport()
-    options = replace(request, raises_failures=raises_failures, on_left_out=report.skipped.append)
+    is_file = file_or_folder(path).is_file
+    options = replace(options, raises_failures=is_file, on_left_out=report.skipped.append)
     change_data_set(path, EachFile(change), report, options)
     return report
 

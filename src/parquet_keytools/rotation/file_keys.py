@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import itertools
 import json
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from parquet_keytools.config.key_policy import ColumnPath
 from parquet_keytools.encryption.aad import AadPrefix
@@ -20,6 +22,7 @@ from parquet_keytools.errors import (
     KeyNotAvailableError,
     KeytoolsError,
     KmsError,
+    StorageFailedError,
     value_or_raise,
 )
 from parquet_keytools.files.opened_file import VerifiedTail, naming_place
@@ -27,11 +30,12 @@ from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyRefere
 from parquet_keytools.keys.key_wrapping import DataKeys, decode_master_key_id, dek_of
 from parquet_keytools.keys.material_store import parse_key_materials, read_key_material_file
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.rotation.report import FileRotation
 from parquet_keytools.rotation.rewrapper import NewMaterial, RewrapTask, WrappedKey
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.local_files import state_of_local
 from parquet_keytools.storage.locations import FileLocation, ends_with, key_material_location, open_source
+
+R = TypeVar("R")
 
 # --- the file as it was read ---
 
@@ -40,20 +44,14 @@ from parquet_keytools.storage.locations import FileLocation, ends_with, key_mate
 class Tail(VerifiedTail):
     """The tail of a file as it was read. Its content is not verified yet.
 
-    Attributes:
-        state: The state of the file, see `file_state`, before it was read.
+    `state` is the `file_state` from before it was read.
     """
 
     state: tuple[object, ...]
 
 
 def read_tail(location: FileLocation) -> tuple[Tail, FooterEnvelope]:
-    """Read the tail of a file, and the part of its footer that needs no key.
-
-    Raises:
-        ParquetFormatError: It is not a Parquet file.
-        OSError: It cannot be read.
-    """
+    """Read the tail of a file, and the part of its footer that needs no key."""
     # Before the file is read: a change during the read shows when the states are compared.
     state = file_state(location)
     with open_source(location) as source:
@@ -72,6 +70,18 @@ def check_unchanged(location: FileLocation, tail: Tail) -> None:
     except FileNotFoundError:
         pass
     raise changed_while_rotated(location)
+
+
+@contextlib.contextmanager
+def unless_changed(location: FileLocation, tail: Tail) -> Iterator[None]:
+    """Raise `ChangedMeanwhileError` in place of an error if the file changed after its tail was read."""
+    try:
+        yield
+    except StorageFailedError:
+        raise
+    except (KeytoolsError, OSError):
+        check_unchanged(location, tail)
+        raise
 
 
 def changed_while_rotated(location: FileLocation) -> ChangedMeanwhileError:
@@ -102,12 +112,11 @@ class FileKey:
     """A wrapped key of a file.
 
     Attributes:
-        material: Its key material, with the decoded identifier of its master key; once the footer or a column
-            refers to it, with the name of its KMS, too.
+        material: Its key material, with the decoded identifier of its master key; once the file refers to it, with
+            the name of its KMS, too.
         text: The same as stored: key metadata, or an entry of the key material file.
         reference: Its name in the key material file; None if it is internal.
         task: How it is re-wrapped; None if it stays.
-        new: Its new key material, once it was re-wrapped.
         is_proven: Whether it stays, and is unwrapped and proven.
     """
 
@@ -117,6 +126,7 @@ class FileKey:
     task: RewrapTask | None = None
     new: NewMaterial | None = None
     is_proven: bool = False
+    is_referenced: bool = False
 
     def __post_init__(self) -> None:
         self.material = replace(self.material, master_key_id=decode_master_key_id(self.material.master_key_id))
@@ -128,7 +138,10 @@ class FileKey:
 
 
 AadPrefixOf = Callable[[FileLocation, bytes | None], AadPrefix]
-"""Takes a file and the result of `stated_aad_prefix`, and returns the expected AAD prefix; None accepts any."""
+"""Takes a file and its stored AAD prefix, and returns the expected one; None accepts any.
+
+The stored prefix is empty if the file has none, and None if it has one that it does not store.
+"""
 
 Unwrapped = Mapping[WrappedKey, SecretBytes | KmsError]
 
@@ -142,11 +155,6 @@ class ExternalMaterial:
     location: FileLocation
     content: bytes = field(repr=False)
     by_reference: dict[str, FileKey]
-
-    @property
-    def held(self) -> tuple[FileKey, ...]:
-        """Its keys, including keys that the Parquet file does not refer to."""
-        return tuple(self.by_reference.values())
 
     @property
     def may_be_in_the_making(self) -> bool:
@@ -175,34 +183,48 @@ def read_external_material(parquet_file: FileLocation) -> ExternalMaterial:
     return ExternalMaterial(location, content, held)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class FileKeys:
-    """The keys of one file; a `KeySource`.
+    """A file of a run, and once it was read its keys: a `KeySource`.
 
     Until the footer is authentic, only the key of the footer is known, and nothing about it is proven.
 
     Attributes:
-        location: The file.
-        tail: Its tail as it was read.
-        envelope: The part of the footer that needs no key.
-        data_keys: The data keys that the caller manages.
-        kms: The KMS, or several; None if the configuration has none.
         external: Its key material file; None if no key metadata so far refers to it.
         internal: Key metadata that is key material -> the key.
+        referenced: The keys that key metadata refers to: first the footer's, and after `open` the columns'.
         footer: The authentic footer, after `open`.
         instance_id: The KMS that the key material of the footer names; None if it names none.
+        aad_prefix: The expected AAD prefix; None accepts the stored one.
+        failure: Why the file failed.
     """
 
     location: FileLocation
-    tail: Tail
-    envelope: FooterEnvelope
     data_keys: DataKeys
     kms: KmsClient | None = None
+    is_read: bool = False
+    tail: Tail = field(init=False)
+    envelope: FooterEnvelope = field(init=False)
     external: ExternalMaterial | None = None
     internal: dict[bytes, FileKey] = field(default_factory=dict)
+    referenced: list[FileKey] = field(default_factory=list)
     footer: Footer | None = None
     instance_id: str | None = None
-    _referenced: dict[FileKey, None] = field(default_factory=dict)
+    aad_prefix: AadPrefix = None
+    footer_dek: SecretBytes | None = None
+    failure: KeytoolsError | OSError | None = None
+
+    def read(self) -> None:
+        """Read the tail of the file, and the key material of its footer. No key is needed."""
+        self.tail, self.envelope = read_tail(self.location)
+        if self.is_encrypted:
+            self._add([self.envelope.key_metadata])
+            held = self.footer_key
+            if held is not None and not held.material.is_footer_key:
+                # Readers refuse it, too.
+                check_unchanged(self.location, self.tail)
+                raise KeyMaterialError("isFooterKey: is false in the footer's", path=str(self.location))
+        self.is_read = True
 
     @property
     def is_encrypted(self) -> bool:
@@ -210,21 +232,21 @@ class FileKeys:
         return self.envelope.mode is not FooterMode.UNENCRYPTED
 
     @property
-    def referenced(self) -> list[FileKey]:
-        """The wrapped keys that key metadata refers to: first the footer's, and after `open` the columns'."""
-        return list(self._referenced)
-
-    @property
     def unreferenced(self) -> list[FileKey]:
         """Entries of the key material file that the authentic footer does not refer to."""
         if self.external is None or (self.is_encrypted and self.footer is None):
             return []
-        return [held for held in self.external.held if held not in self._referenced]
+        return [held for held in self.external.by_reference.values() if not held.is_referenced]
 
     @property
     def footer_key(self) -> FileKey | None:
         """The footer's key; None if it is a data key, or missing in the key material file."""
         return self.key_of(self.envelope.key_metadata)
+
+    @property
+    def changing(self) -> list[FileKey]:
+        """The wrapped keys that change."""
+        return [held for held in self.referenced if held.task is not None]
 
     def key_of(self, key_metadata: bytes | None) -> FileKey | None:
         """Return the wrapped key of key metadata; None for a data key."""
@@ -253,13 +275,7 @@ class FileKeys:
                     yield column, held
 
     def dek(self, held: FileKey, unwrapped: Unwrapped | None) -> SecretBytes:
-        """Return the DEK of one of the keys.
-
-        Raises:
-            KeyNotAvailableError: There is no KMS.
-            KmsError: The KMS did not unwrap it.
-            KeyMaterialError: The unwrapped KEK does not unwrap the DEK.
-        """
+        """Return the DEK of one of the keys; `unwrapped` is None without a KMS."""
         if unwrapped is None:
             raise KeyNotAvailableError(
                 f"{self.location}: no KMS unwraps its keys, and unproven keys show nothing.",
@@ -267,12 +283,8 @@ class FileKeys:
             )
         return dek_of(held.material, value_or_raise(unwrapped[held.wrapped_key]))
 
-    def footer_dek(self, unwrapped: Unwrapped | None) -> SecretBytes:
-        """Return the DEK of the footer, which may be a data key; see `dek`.
-
-        Raises:
-            KeyNotAvailableError: The data key is unknown.
-        """
+    def find_footer_dek(self, unwrapped: Unwrapped | None) -> SecretBytes:
+        """Return the DEK of the footer, which may be a data key; see `dek`."""
         held = self.footer_key
         if held is not None:
             return self.dek(held, unwrapped)
@@ -285,52 +297,29 @@ class FileKeys:
                 f"{self.location}: {error} Which keys its columns have cannot be seen."
             ) from None
 
-    def expected_prefix(self, aad_prefix_of: AadPrefixOf) -> AadPrefix:
-        """Return the AAD prefix that is expected of the file, after checking that the file may have it.
+    def expect_prefix(self, aad_prefix_of: AadPrefixOf) -> None:
+        """Take the AAD prefix that is expected of the file, after checking that the file may have it."""
+        if self.is_encrypted:
+            envelope, stored = self.envelope, self.envelope.aad_prefix
+            if stored is None and not envelope.supply_aad_prefix:
+                stored = b""
+            self.aad_prefix = aad_prefix_of(self.location, stored)
+            envelope.file_aads(self.aad_prefix)
 
-        Raises:
-            AadPrefixError: The file has another prefix, or stores none and none is supplied.
-            ParquetFormatError: It has no file unique.
-        """
-        if not self.is_encrypted:
-            return None
-        expected = aad_prefix_of(self.location, stated_aad_prefix(self.envelope))
-        self.envelope.file_aads(expected)
-        return expected
-
-    def open(self, footer_dek: SecretBytes | None, aad_prefix: AadPrefix) -> None:
-        """Authenticate the footer, and add the keys of columns.
-
-        Raises:
-            ChangedMeanwhileError: The file was replaced just now.
-            DecryptionError: The footer does not authenticate.
-            KeyMaterialError: Key metadata of a column is not valid, or refers to a missing entry.
-            ParquetFormatError: The footer is not valid.
-        """
+    def open(self, footer_dek: SecretBytes | None) -> Footer:
+        """Authenticate the footer, and add the keys of columns."""
         with naming_place(self.location):
-            self.footer = self.envelope.open(footer_dek, aad_prefix)
+            self.footer = self.envelope.open(footer_dek, self.aad_prefix)
+        self.footer_dek = footer_dek
         self._add(column.key_metadata for column in own_key_columns(self.footer))
+        return self.footer
 
     def prove(self, column: FooterColumn, dek: SecretBytes) -> None:
-        """Prove that a DEK belongs to a column by decrypting metadata of the column.
-
-        Raises:
-            DecryptionError: It is not.
-            ParquetFormatError: The metadata is missing or not valid.
-        """
+        """Prove that a DEK belongs to a column by decrypting metadata of the column."""
         assert self.footer is not None
         if self.footer.row_groups:
             with naming_place(self.location, self.footer.columns):
                 self.footer.chunk_metadata(0, column, self.footer.cipher_of(column, dek))
-
-    def add_footer_key(self) -> None:
-        """Add the key of the footer."""
-        self._add([self.envelope.key_metadata])
-        held = self.footer_key
-        if held is not None and not held.material.is_footer_key:
-            # Readers refuse it, too.
-            check_unchanged(self.location, self.tail)
-            raise KeyMaterialError("isFooterKey: is false in the footer's", path=str(self.location))
 
     def _add(self, all_key_metadata: Iterable[bytes | None]) -> None:
         try:
@@ -348,7 +337,7 @@ class FileKeys:
                     held = self.external.by_reference[parsed.reference]
                 else:
                     continue
-                if held not in self._referenced:
+                if not held.is_referenced:
                     self._refer_to(held)
         except KeyMaterialError as error:
             # The key material may belong to a file that replaced this one.
@@ -358,13 +347,14 @@ class FileKeys:
     def _refer_to(self, held: FileKey) -> None:
         """Note that the file refers to a key, and name its master key; see `KmsClient.id_of_file`."""
         material = held.material
-        if not self._referenced and material.is_footer_key:
+        if not self.referenced and material.is_footer_key:
             # The key of the footer, which is added first, names the KMS of the file.
             self.instance_id = material.kms_instance_id
         if self.kms is not None:
             master_key_id = self.kms.id_of_file(material.master_key_id, self.instance_id)
             held.material = replace(material, master_key_id=master_key_id)
-        self._referenced[held] = None
+        held.is_referenced = True
+        self.referenced.append(held)
 
 
 def _naming(error: KeyMaterialError, location: FileLocation) -> KeyMaterialError:
@@ -372,24 +362,9 @@ def _naming(error: KeyMaterialError, location: FileLocation) -> KeyMaterialError
     return error if error.path is not None else KeyMaterialError(str(error), path=str(location))
 
 
-def stated_aad_prefix(envelope: FooterEnvelope) -> bytes | None:
-    """Return the AAD prefix of a file, empty if it has none; None if it has one that it does not store."""
-    if envelope.aad_prefix is None and not envelope.supply_aad_prefix:
-        return b""
-    return envelope.aad_prefix
-
-
 def own_key_columns(footer: Footer) -> list[FooterColumn]:
     """Return the columns that have a key of their own."""
     return [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
-
-
-def read_file_keys(location: FileLocation, data_keys: DataKeys, kms: KmsClient | None = None) -> FileKeys:
-    """Read the tail of a file, and the key material of its footer. No key is needed."""
-    keys = FileKeys(location, *read_tail(location), data_keys, kms)
-    if keys.is_encrypted:
-        keys.add_footer_key()
-    return keys
 
 
 # --- many files ---
@@ -404,83 +379,42 @@ BYTES_PER_BATCH = 8 * 1024 * 1024
 FILES_PER_READ = 64
 
 
-@dataclass
-class BatchFile:
-    """A file of a batch.
-
-    Attributes:
-        location: The file.
-        keys: Its keys, once they were read.
-        aad_prefix: The AAD prefix that is expected of the file; None accepts the stored one.
-        footer_dek: The DEK of its footer, once that is known.
-        result: The result; None while the file is in progress, or failed.
-        failure: Why it failed.
-    """
-
-    location: FileLocation
-    keys: FileKeys | None = None
-    aad_prefix: AadPrefix = None
-    footer_dek: SecretBytes | None = None
-    result: FileRotation | None = None
-    failure: KeytoolsError | OSError | None = None
-
-    @property
-    def read_keys(self) -> FileKeys:
-        """Its keys; only after they were read."""
-        assert self.keys is not None
-        return self.keys
-
-    @property
-    def changing(self) -> list[FileKey]:
-        """The wrapped keys that change."""
-        return [held for held in self.read_keys.referenced if held.task is not None]
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the parts of the file that are in memory, before they are parsed."""
-        if self.keys is None:
-            return 0
-        return len(self.keys.tail.data) + len(self.keys.external.content if self.keys.external else b"")
-
-
 def read_batch(
     pool: Executor, locations: Iterator[FileLocation], data_keys: DataKeys, kms: KmsClient | None
-) -> list[BatchFile]:
+) -> list[FileKeys]:
     """Read the keys of the next files; return an empty list at the end."""
-
-    def read(work: BatchFile) -> None:
-        work.keys = read_file_keys(work.location, data_keys, kms)
-
-    works: list[BatchFile] = []
+    files: list[FileKeys] = []
     size_bytes = 0
-    while len(works) < FILES_PER_BATCH and size_bytes < BYTES_PER_BATCH:
-        batch = [BatchFile(location) for location in itertools.islice(locations, FILES_PER_READ)]
+    while len(files) < FILES_PER_BATCH and size_bytes < BYTES_PER_BATCH:
+        batch = [FileKeys(location, data_keys, kms) for location in itertools.islice(locations, FILES_PER_READ)]
         if not batch:
             break
-        size_bytes += sum(work.size_bytes for work in step(pool, read, batch))
-        works += batch
-    return works
+        for file in step(pool, FileKeys.read, batch):
+            size_bytes += len(file.tail.data) + len(file.external.content if file.external else b"")
+        files += batch
+    return files
 
 
-def step(pool: Executor, function: Callable[[BatchFile], None], works: Sequence[BatchFile]) -> Iterator[BatchFile]:
-    """Do a step for each file; yield the files that did not fail."""
-    return (work for work in step_each(pool, function, works) if work.failure is None)
+def step(pool: Executor, function: Callable[[FileKeys], object], files: Sequence[FileKeys]) -> list[FileKeys]:
+    """Do a step for each file that has not failed; return the files that did not fail in it."""
+    list(outcomes(pool, function, files))
+    return [file for file in files if file.failure is None]
 
 
-def step_each(
-    pool: Executor, function: Callable[[BatchFile], None], works: Sequence[BatchFile]
-) -> Iterator[BatchFile]:
-    """Do a step for each file, in several threads; yield each file, in order, when it is done."""
+def outcomes(
+    pool: Executor, function: Callable[[FileKeys], R], files: Sequence[FileKeys]
+) -> Iterator[R | KeytoolsError | OSError]:
+    """Call a function for files that have not failed, in threads; yield results or failures, in order."""
 
-    def guarded(work: BatchFile) -> BatchFile:
+    def guarded(file: FileKeys) -> R | KeytoolsError | OSError:
         try:
-            function(work)
+            return function(file) if file.failure is None else file.failure
         except KeyMaterialError as error:
-            work.failure = _naming(error, work.location)
+            file.failure = _naming(error, file.location)
         except (KeytoolsError, OSError) as error:
-            work.failure = error
-        return work
+            file.failure = error
+        return file.failure
 
     # The context of the run, such as which files keys are for, holds in its threads, too.
     context = contextvars.copy_context()
-    return pool.map(lambda work: context.copy().run(guarded, work), works)
+    return pool.map(lambda file: context.copy().run(guarded, file), list(files))

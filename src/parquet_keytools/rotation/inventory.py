@@ -36,14 +36,13 @@ from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, parse_key
 from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, files_of
 from parquet_keytools.rotation.file_keys import (
     AadPrefixOf,
-    BatchFile,
     FileKey,
     FileKeys,
     Unwrapped,
     read_batch,
     step,
 )
-from parquet_keytools.rotation.rewrapper import MasterKeyVersions, Rewrapper, SameMasterKey, is_same_version
+from parquet_keytools.rotation.rewrapper import Rewrapper, SameMasterKey, is_same_version
 from parquet_keytools.runtime.presentation import Summarised
 from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, Unseen, data_set
@@ -122,10 +121,7 @@ class FileKeyUses(Summarised):
     ) -> bool | None:
         """Whether the file needs a master key, or a version of it; None if that is unknown.
 
-        Args:
-            master_key_id: Identifier in the KMS.
-            version: The version; None means any version.
-            same: Compares identifiers: a master key may have several.
+        `same` compares identifiers: a master key may have several.
         """
         uncertain = self.unknown is not None
         for use in self.uses:
@@ -144,7 +140,6 @@ class Inventory:
     def __init__(self, keys: KeyService, aad_prefix_of: AadPrefixOf) -> None:
         kms = keys.kms
         self._rewrapper = None if kms is None else Rewrapper(kms)
-        self._versions = None if kms is None else MasterKeyVersions(kms)
         self._data_keys = keys.data_keys
         self._kms = kms
         self._aad_prefix_of = aad_prefix_of
@@ -155,129 +150,104 @@ class Inventory:
     ) -> Iterator[FileKeyUses]:
         """Yield the keys of a file, or of each Parquet file under a folder; see `Keytools.key_inventory`.
 
-        Args:
-            path: The file or folder.
-            ignore_skipped: See `Keytools.key_inventory`.
-            proves_columns: Whether the keys of columns are unwrapped and proven. Otherwise, they are as the
-                authentic footer names them.
-
-        Raises:
-            FileNotFoundError: The file or folder does not exist.
-            NoParquetFilesError: The folder has no Parquet files.
+        Without `proves_columns`, the keys of columns are as the authentic footer names them.
         """
         unseen: list[Unseen] = []
         left_out: list[LeftOut] = []
         entries = data_set(path, into_passed_over=not ignore_skipped)
         locations = files_of(entries, unseen.append, None if ignore_skipped else left_out.append)
-        with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-inventory") as pool:
-            for works in self._batches(pool, path, locations, proves_columns=proves_columns):
-                yield from works
+        with _pool() as pool:
+            for uses in self._batches(pool, path, locations, proves_columns=proves_columns):
+                yield from uses
                 yield from _others(pool, unseen, left_out)
             yield from _others(pool, unseen, left_out)
 
     def of(self, path: FileLocation, locations: Iterator[FileLocation]) -> Iterator[FileKeyUses]:
         """Yield the keys of files of a data set in their order, without a proof of the keys of columns."""
-        with ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-inventory") as pool:
-            for works in self._batches(pool, path, locations, proves_columns=False):
-                yield from works
+        with _pool() as pool:
+            for uses in self._batches(pool, path, locations, proves_columns=False):
+                yield from uses
 
     def _batches(
         self, pool: Executor, path: FileLocation, locations: Iterator[FileLocation], *, proves_columns: bool
     ) -> Iterator[Iterator[FileKeyUses]]:
-        while works := read_batch(pool, locations, self._data_keys, self._kms):
-            read = list(step(pool, self._expect_prefix, [work for work in works if work.failure is None]))
-            with audit.about(path):
-                footer_keys = self._unwrap(
-                    held for work in read if (held := work.read_keys.footer_key) is not None
-                )
-            opened = list(step(pool, partial(self._open, unwrapped=footer_keys), read))
+        while files := read_batch(pool, locations, self._data_keys, self._kms):
+            read = step(pool, lambda file: file.expect_prefix(self._aad_prefix_of), files)
+            unwrapped = self._unwrap(path, (held for file in read if (held := file.footer_key) is not None))
+            opened = step(pool, partial(self._open, unwrapped=unwrapped), read)
             if proves_columns:
-                with audit.about(path):
-                    column_keys = self._unwrap(held for work in opened for _, held in work.read_keys.column_keys())
-                list(step(pool, partial(self._prove, unwrapped=column_keys), opened))
-            yield map(self._listed, works)
+                unwrapped = self._unwrap(path, (held for file in opened for _, held in file.column_keys()))
+                step(pool, partial(_prove, unwrapped=unwrapped), opened)
+            del read, opened
+            yield map(self._uses_of, _each_once(files))
 
-    def _unwrap(self, wanted: Iterable[FileKey]) -> Unwrapped | None:
+    def _unwrap(self, path: FileLocation, wanted: Iterable[FileKey]) -> Unwrapped | None:
         """Unwrap keys; after the KMS could not be reached, call it no more."""
         if self._rewrapper is None:
             return None
         keys = [held.wrapped_key for held in wanted]
         if self._unavailable is not None:
             return dict.fromkeys(keys, self._unavailable)
-        unwrapped = self._rewrapper.unwrap(keys)
+        with audit.about(path):
+            unwrapped = self._rewrapper.unwrap(keys)
         errors = (outcome for outcome in unwrapped.values() if isinstance(outcome, KmsError))
         self._unavailable = next(filter(None, map(kms_failure, errors)), None)
         return unwrapped
 
-    def _expect_prefix(self, work: BatchFile) -> None:
-        work.aad_prefix = work.read_keys.expected_prefix(self._aad_prefix_of)
+    def _open(self, file: FileKeys, unwrapped: Unwrapped | None) -> None:
+        footer = file.open(file.find_footer_dek(unwrapped) if file.is_encrypted else None)
+        refuse_folders_above(file.location, footer.protected_columns, None)
 
-    def _open(self, work: BatchFile, unwrapped: Unwrapped | None) -> None:
-        keys = work.read_keys
-        keys.open(keys.footer_dek(unwrapped) if keys.is_encrypted else None, work.aad_prefix)
-        assert keys.footer is not None
-        refuse_folders_above(work.location, keys.footer.protected_columns, None)
-
-    def _prove(self, work: BatchFile, unwrapped: Unwrapped | None) -> None:
-        for column, held in work.read_keys.column_keys():
-            work.read_keys.prove(column, work.read_keys.dek(held, unwrapped))
-
-    def _listed(self, work: BatchFile) -> FileKeyUses:
-        path, keys = str(work.location), work.keys
-        failure = None if work.failure is None else without_frames(work.failure)
-        if keys is None:
-            return FileKeyUses(path, failure is not None, (), failure)
-        # Parsed footers take much memory.
-        work.keys = None
-        columns = _shown_columns(keys)
-        uses = tuple(self._uses(keys, columns)) if keys.is_encrypted else ()
+    def _uses_of(self, file: FileKeys) -> FileKeyUses:
+        path = str(file.location)
+        failure = None if file.failure is None else without_frames(file.failure)
+        if not file.is_read:
+            return FileKeyUses(path, True, (), failure)
+        footer = file.footer
+        if footer is None:
+            with contextlib.suppress(KeytoolsError):
+                footer = file.envelope.unverified_footer()
+        columns = () if footer is None else footer.columns
         under: dict[ColumnEncryption, list[str]] = {kind: [] for kind in ColumnEncryption}
         # A column of an encrypted file without row groups has nothing that is plaintext.
-        if not keys.is_encrypted or keys.footer is None or keys.footer.row_groups:
+        if not file.is_encrypted or file.footer is None or file.footer.row_groups:
             for column in columns:
                 under[column.encryption].append(".".join(column.path))
         return FileKeyUses(
             path,
-            keys.is_encrypted or failure is not None,
-            uses,
+            file.is_encrypted or failure is not None,
+            tuple(self._uses(file, columns)) if file.is_encrypted else (),
             failure,
             tuple(under[ColumnEncryption.PLAINTEXT]),
             tuple(under[ColumnEncryption.FOOTER_KEY]),
-            keys.tail.size_bytes,
-            sha256(keys.tail.data).hexdigest(),
+            file.tail.size_bytes,
+            sha256(file.tail.data).hexdigest(),
         )
 
-    def _uses(self, keys: FileKeys, columns: Iterable[FooterColumn]) -> Iterator[UsedKey]:
+    def _uses(self, file: FileKeys, columns: Iterable[FooterColumn]) -> Iterator[UsedKey]:
         seen: set[FileKey] = set()
-        yield self._use(keys, keys.envelope.key_metadata, None, seen, is_footer=True)
+        yield self._use(file, file.envelope.key_metadata, None, seen)
         for column in columns:
             if column.encryption is ColumnEncryption.COLUMN_KEY:
                 # Invalid key metadata is why the file has failed.
                 with contextlib.suppress(KeyMaterialError):
-                    yield self._use(keys, column.key_metadata, ".".join(column.path), seen, is_footer=False)
-        for held in keys.external.held if keys.external is not None else ():
+                    yield self._use(file, column.key_metadata, ".".join(column.path), seen)
+        for held in file.external.by_reference.values() if file.external is not None else ():
             # For unknown columns, or left over from a writer that was interrupted.
             if held not in seen:
                 yield self._wrapped_use(held, None, is_footer=held.material.is_footer_key)
 
-    def _use(
-        self,
-        keys: FileKeys,
-        key_metadata: bytes | None,
-        column: str | None,
-        seen: set[FileKey],
-        *,
-        is_footer: bool,
-    ) -> UsedKey:
-        held = keys.key_of(key_metadata)
-        if held is not None:
-            seen.add(held)
-            return self._wrapped_use(held, column, is_footer=is_footer)
+    def _use(self, file: FileKeys, key_metadata: bytes | None, column: str | None, seen: set[FileKey]) -> UsedKey:
+        """Return the use of the key of a column, or of the footer without a column."""
+        held = file.key_of(key_metadata)
         parsed = parse_key_metadata(key_metadata)
-        if isinstance(parsed, KeyMaterial):
+        if held is None and isinstance(parsed, KeyMaterial):
             # From a footer that is not authentic: shown, but not trusted.
-            return self._wrapped_use(FileKey(parsed, b"", None), column, is_footer=is_footer)
-        return UsedKey(column, is_footer, data_key=parsed.name if isinstance(parsed, DataKeyId) else None)
+            held = FileKey(parsed, b"", None)
+        if held is None:
+            return UsedKey(column, column is None, data_key=parsed.name if isinstance(parsed, DataKeyId) else None)
+        seen.add(held)
+        return self._wrapped_use(held, column, is_footer=column is None)
 
     def _wrapped_use(self, held: FileKey, column: str | None, *, is_footer: bool) -> UsedKey:
         key, kek_id = held.wrapped_key, held.material.kek_id
@@ -285,12 +255,28 @@ class Inventory:
             column,
             is_footer,
             key.master_key_id,
-            None if self._versions is None else self._versions.of(key),
+            None if self._kms is None else self._kms.wrapped_key_version(key.wrapped_key, key.master_key_id),
             "single" if kek_id is None else "double",
             None if kek_id is None else encode(kek_id),
             held.reference,
             wrapped_key=key.wrapped_key,
         )
+
+
+def _each_once(files: list[FileKeys]) -> Iterator[FileKeys]:
+    """Yield the files, and keep none: parsed footers take much memory."""
+    files.reverse()
+    while files:
+        yield files.pop()
+
+
+def _prove(file: FileKeys, unwrapped: Unwrapped | None) -> None:
+    for column, held in file.column_keys():
+        file.prove(column, file.dek(held, unwrapped))
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(CONCURRENT_FILES, thread_name_prefix="parquet-keytools-inventory")
 
 
 def _others(pool: Executor, unseen: list[Unseen], left_out: list[LeftOut]) -> Iterator[FileKeyUses]:
@@ -303,19 +289,10 @@ def _others(pool: Executor, unseen: list[Unseen], left_out: list[LeftOut]) -> It
 
 
 def uses_of_left_out(pool: Executor, left_out: Sequence[LeftOut]) -> Iterator[FileKeyUses]:
-    """Yield the files that readers of data sets leave out, and that may need keys."""
+    """Yield the files that readers of data sets leave out and that may need keys."""
     for entry, unknown in zip(left_out, pool.map(why_unknown, left_out), strict=True):
         if unknown is not None:
             yield FileKeyUses(entry.path, True, (), unknown)
-
-
-def _shown_columns(keys: FileKeys) -> tuple[FooterColumn, ...]:
-    """Return the columns, as far as they can be seen."""
-    footer = keys.footer
-    if footer is None:
-        with contextlib.suppress(KeytoolsError):
-            footer = keys.envelope.unverified_footer()
-    return () if footer is None else tuple(footer.columns)
 
 
 _MAGIC = (MAGIC, MAGIC_ENCRYPTED_FOOTER)

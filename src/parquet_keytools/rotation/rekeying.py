@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from parquet_keytools.errors import (
     KmsUnavailableError,
     NotEncryptedError,
     OutputError,
-    StorageFailedError,
     value_or_raise,
 )
 from parquet_keytools.files.conversion import Contents, labelled_contents, policy_of
@@ -33,8 +31,8 @@ from parquet_keytools.files.table_check import names_in_folders
 from parquet_keytools.format.file_layout import ByteSink, ByteSource
 from parquet_keytools.keys.key_material import DataKeyId, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import KmsKeys
-from parquet_keytools.rotation.data_set_run import InPlaceRequest, change_each_file
-from parquet_keytools.rotation.file_keys import Tail, check_unchanged, read_tail
+from parquet_keytools.rotation.data_set_run import RunOptions, change_each_file
+from parquet_keytools.rotation.file_keys import Tail, check_unchanged, read_tail, unless_changed
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.rotate import REFUSED_HINT, proving
 from parquet_keytools.secret_bytes import SecretBytes
@@ -58,20 +56,7 @@ def check_new_file(
 ) -> tuple[Footer, dict[ColumnPath, SecretBytes]]:
     """Open a new file as its readers will, after the KMS has unwrapped its keys.
 
-    Args:
-        written: The new file.
-        new: Its keys.
-        kms_keys: Unwraps keys.
-        all_modules: Whether to authenticate all modules, or only the footer and column metadata.
-
-    Returns:
-        Its footer, and the DEK of each column that has one.
-
-    Raises:
-        KeyMaterialError: A wrapped key does not unwrap to the key that encrypts.
-        KmsError: The KMS does not unwrap a new key.
-        OutputError: The new file does not authenticate.
-        FileChangedError: It changed just now.
+    Authenticates all modules, or only the footer and column metadata. Returns the footer and the DEKs of columns.
     """
     wrapped = [(dek, material) for dek, metadata in new.encryption.deks if (material := new.material(metadata))]
     for (dek, _), outcome in zip(wrapped, kms_keys.deks([material for _, material in wrapped]), strict=True):
@@ -95,54 +80,35 @@ def _content(footer: Footer) -> tuple[object, ...]:
     return footer.metadata.num_rows, rows, [leaf.path for leaf in footer.leaves]
 
 
-@dataclass(frozen=True)
-class RekeyRequest(InPlaceRequest):
-    """Arguments of `Keytools.rekey_in_place`.
+@dataclass
+class Rekeying:
+    """Re-encrypts files in place; see `Keytools.rekey_in_place`. Pickled for worker processes.
 
     Attributes:
         as_before: Whether files keep their AAD prefix, and encrypted columns stay encrypted.
+        raises_not_encrypted: Whether a file that is not encrypted is an error.
     """
 
+    keys: KeyService
+    new_keys: KeyService
+    table_name: str | None = None
     new_table_name: str | None = None
     aad_prefix: str | bytes | None = None
     as_before: bool = True
     verify: bool = True
+    key_values: Mapping[str, str] | None = None
+    on_progress: Callable[[int], None] | None = None
+    raises_not_encrypted: bool = False
 
-
-def rekey_data_set(
-    keys: KeyService, new_keys: KeyService, path: FileLocation, request: RekeyRequest
-) -> RotationReport:
-    """Re-encrypt a file in place, or all Parquet files under a folder.
-
-    Raises:
-        FileNotFoundError: The file or folder does not exist.
-        ConfigurationError: The table does not exist, or no table is named and there are several.
-        KeytoolsError: The file failed. For a folder, the report lists files that failed.
-    """
-    is_file = file_or_folder(path).is_file
-    keys.configuration.table_of_files(request.table_name)
-    new_keys.configuration.select_table(request.new_table_name)
-    # A KEK that leaked may be in the cache.
-    keys.clear_caches()
-    new_keys.clear_caches()
-    rekeying = _Rekeying(keys, new_keys, request, raises_not_encrypted=is_file)
-    return change_each_file(path, rekeying.rekey, request, raises_failures=is_file)
-
-
-class _Rekeying:
-    def __init__(
-        self,
-        keys: KeyService,
-        new_keys: KeyService,
-        request: RekeyRequest,
-        *,
-        raises_not_encrypted: bool,
-    ) -> None:
-        self._keys = keys
-        self._new_keys = new_keys
-        # Worker processes get a pickled copy.
-        self._request = replace(request, on_file=None)
-        self._raises_not_encrypted = raises_not_encrypted
+    def run(self, path: FileLocation, options: RunOptions) -> RotationReport:
+        """Re-encrypt a file, or all Parquet files under a folder."""
+        self.raises_not_encrypted = file_or_folder(path).is_file
+        self.keys.configuration.table_of_files(self.table_name)
+        self.new_keys.configuration.select_table(self.new_table_name)
+        # A KEK that leaked may be in the cache.
+        self.keys.clear_caches()
+        self.new_keys.clear_caches()
+        return change_each_file(path, self.rekey, options)
 
     def rekey(self, location: FileLocation) -> FileRotation:
         """Re-encrypt one file."""
@@ -155,9 +121,13 @@ class _Rekeying:
                 opened, is_done = self._open(location)
                 if is_done:
                     return FileRotation(str(location), RotationOutcome.ALREADY_CURRENT)
-                policy, new = self._new_file_keys(opened)
+                policy, new = keys_of_new_version(
+                    self.new_keys, opened, self.new_table_name, self.key_values, as_before=self.as_before
+                )
+                if self.as_before:
+                    _refuse_same_keys(opened, new.encryption)
         except NotEncryptedError:
-            if self._raises_not_encrypted:
+            if self.raises_not_encrypted:
                 raise NotEncryptedError(f"{location} is not encrypted.") from None
             return FileRotation(str(location), RotationOutcome.NOT_ENCRYPTED)
         return replaced_whole(
@@ -168,25 +138,24 @@ class _Rekeying:
             policy,
             lambda sink: self._write(opened, new, sink),
             lambda written: check_rekeyed(
-                written, new, opened.footer, self._new_keys.kms_keys(), all_modules=self._request.verify
+                written, new, opened.footer, self.new_keys.kms_keys(), all_modules=self.verify
             ),
         )
 
     def _open(self, location: FileLocation) -> tuple[OpenedFile, bool]:
         """Open a file of the old table, or one that an earlier run moved; return whether nothing is left to do."""
-        request = self._request
         # The file gets new keys, so sharing the old keys with another file does not matter.
         identities = FileIdentities(refuses=False)
         try:
-            (opened,) = self._keys.open_files(
-                [location], request.table_name, request.aad_prefix, again=False, identities=identities
+            (opened,) = self.keys.open_files(
+                [location], self.table_name, self.aad_prefix, again=False, identities=identities
             )
             opened.refuse_unencrypted()
             opened.refuse_denied(None)
         except (NotEncryptedError, KmsUnavailableError):
             raise
         except KeytoolsError:
-            moved = None if request.as_before else self._moved(location)
+            moved = None if self.as_before else self._moved(location)
             if moved is None:
                 raise
             return moved, not self._has_left_over(moved)
@@ -203,25 +172,14 @@ class _Rekeying:
         """Open a file that is as the new table says, with the keys that it would get; None if it is not."""
         identities = FileIdentities(refuses=False)
         try:
-            (opened,) = self._new_keys.open_files(
-                [location], self._request.new_table_name, again=False, identities=identities
+            (opened,) = self.new_keys.open_files(
+                [location], self.new_table_name, again=False, identities=identities
             )
             opened.refuse_denied(None)
-            return opened if self._new_keys.has_keys_of(opened, self._new_policy(opened)) else None
+            policy = _policy_of(self.new_keys, opened, self.new_table_name, self.key_values)
+            return opened if self.new_keys.has_keys_of(opened, policy) else None
         except KeytoolsError:
             return None
-
-    def _new_policy(self, opened: OpenedFile) -> TablePolicy:
-        return _policy_of(self._new_keys, opened, self._request.new_table_name, self._request.key_values)
-
-    def _new_file_keys(self, opened: OpenedFile) -> tuple[TablePolicy, NewFileKeys]:
-        table_name, as_before = self._request.new_table_name, self._request.as_before
-        found = keys_of_new_version(
-            self._new_keys, opened, table_name, self._request.key_values, as_before=as_before
-        )
-        if as_before:
-            _refuse_same_keys(opened, found[1].encryption)
-        return found
 
     def _write(self, opened: OpenedFile, new: NewFileKeys, sink: ByteSink) -> None:
         with open_source(opened.location) as source:
@@ -231,7 +189,7 @@ class _Rekeying:
                 opened.footer,
                 opened.deks,
                 new.encryption,
-                on_progress=self._request.on_progress,
+                on_progress=self.on_progress,
             )
 
 
@@ -251,19 +209,9 @@ def keys_of_new_version(
     *,
     as_before: bool = True,
 ) -> tuple[TablePolicy, NewFileKeys]:
-    """Make the keys of a file that replaces another one.
+    """Make the keys of a file that replaces another one; `key_values` has the values of placeholders in key names.
 
-    Args:
-        keys: Wraps the keys.
-        opened: The file.
-        table_name: The table of the new file.
-        key_values: Placeholder in names of keys -> value.
-        as_before: Whether the file keeps its AAD prefix, and encrypted columns stay encrypted.
-
-    Raises:
-        OutputError: The file is a link and its name matters, or it would be less protected.
-        ConfigurationError: The table's columns do not fit the file.
-        KmsError: A key cannot be wrapped.
+    With `as_before`, it keeps its AAD prefix, and is not less protected.
     """
     location, footer = opened.location, opened.footer
     policy = _policy_of(keys, opened, table_name, key_values)
@@ -296,10 +244,6 @@ def replaced_whole(
     """Replace a file by one with new keys, if it still has the tail that was read.
 
     `other_names_keep` is what the other names of a file with hard links would still show, if that matters.
-
-    Raises:
-        ChangedMeanwhileError: The file changed at the same time; it is not replaced.
-        KeytoolsError: The file is unchanged.
     """
 
     def check() -> None:
@@ -325,27 +269,13 @@ def replaced_whole(
     )
 
 
-@contextlib.contextmanager
-def unless_changed(location: FileLocation, tail: Tail) -> Iterator[None]:
-    """Raise `ChangedMeanwhileError` in place of an error if the file changed after its tail was read."""
-    try:
-        yield
-    except StorageFailedError:
-        raise
-    except (KeytoolsError, OSError):
-        check_unchanged(location, tail)
-        raise
-
-
 # --- what is refused ---
 
 
 def refuse_two_names(location: FileLocation, *, is_external: bool) -> None:
     """Refuse a link if the file's name matters: readers that do not use the link see another name.
 
-    Args:
-        location: The file.
-        is_external: Whether it has, or gets, a key material file.
+    `is_external` says whether the file has, or gets, a key material file.
     """
     real = real_location(location)
     folder = Path(os.path.realpath(Path(location.path).parent))
@@ -391,26 +321,27 @@ def _refuse_less_protection(location: FileLocation, old: Footer, new: FileEncryp
 # --- Plaintext files encrypted in place ---
 
 
-def encrypt_data_set(keys: KeyService, path: FileLocation, request: InPlaceRequest) -> RotationReport:
-    """Encrypt a file in place, or all Parquet files under a folder; see `Keytools.encrypt_in_place`."""
-    table_name, _ = keys.configuration.select_table(request.table_name)
-    # Worker processes get a pickled copy.
-    encrypting = _Encrypting(keys, replace(request, table_name=table_name, on_file=None))
-    return change_each_file(path, encrypting.encrypt, request, raises_failures=file_or_folder(path).is_file)
+@dataclass
+class Encrypting:
+    """Encrypts plaintext files in place; see `Keytools.encrypt_in_place`. Pickled for worker processes."""
 
+    keys: KeyService
+    table_name: str | None = None
+    key_values: Mapping[str, str] | None = None
+    on_progress: Callable[[int], None] | None = None
 
-class _Encrypting:
-    def __init__(self, keys: KeyService, request: InPlaceRequest) -> None:
-        self._keys = keys
-        self._request = request
+    def run(self, path: FileLocation, options: RunOptions) -> RotationReport:
+        """Encrypt a file, or all Parquet files under a folder."""
+        self.table_name, _ = self.keys.configuration.select_table(self.table_name)
+        return change_each_file(path, self.encrypt, options)
 
     def encrypt(self, location: FileLocation) -> FileRotation:
         """Encrypt one file."""
         tail, envelope = read_tail(location)
         if envelope.mode is not FooterMode.UNENCRYPTED:
             # As an earlier run leaves it. Any other encrypted file is an error.
-            self._refuse_undecided(location, labelled_contents(self._keys, location, self._request.table_name))
-            if self._request.key_values:
+            self._refuse_undecided(location, labelled_contents(self.keys, location, self.table_name))
+            if self.key_values:
                 self._refuse_other_values(location)
             return FileRotation(str(location), RotationOutcome.ALREADY_ENCRYPTED)
 
@@ -418,8 +349,8 @@ class _Encrypting:
             with unless_changed(location, tail):
                 footer = file_encryption.read_plaintext_footer(source)
                 folders = names_in_folders(location.path)
-                policy = policy_of(self._keys, self._request.table_name, footer, folders, self._request.key_values)
-                new = self._keys.new_file_keys(policy, location)
+                policy = policy_of(self.keys, self.table_name, footer, folders, self.key_values)
+                new = self.keys.new_file_keys(policy, location)
                 refuse_two_names(location, is_external=new.key_materials is not None)
             return replaced_whole(
                 location,
@@ -428,18 +359,18 @@ class _Encrypting:
                 RotationOutcome.ENCRYPTED,
                 policy,
                 lambda sink: file_encryption.encrypt_opened(
-                    source, sink, footer, {}, new.encryption, on_progress=self._request.on_progress
+                    source, sink, footer, {}, new.encryption, on_progress=self.on_progress
                 ),
                 # The plaintext is the only other copy: every page must decrypt before it goes.
-                lambda written: check_rekeyed(written, new, footer, self._keys.kms_keys(), all_modules=True),
+                lambda written: check_rekeyed(written, new, footer, self.keys.kms_keys(), all_modules=True),
                 other_names_keep="the plaintext",
             )
 
     def _refuse_other_values(self, location: FileLocation) -> None:
         """Refuse a file from before that is not under the keys of the values that the caller gives."""
-        (opened,) = self._keys.open_files([location], self._request.table_name)
-        policy = _policy_of(self._keys, opened, self._request.table_name, self._request.key_values)
-        if not self._keys.has_keys_of(opened, policy):
+        (opened,) = self.keys.open_files([location], self.table_name)
+        policy = _policy_of(self.keys, opened, self.table_name, self.key_values)
+        if not self.keys.has_keys_of(opened, policy):
             raise ConfigurationError(
                 f"{location} is encrypted, and not under the keys of the given values.",
                 hint="Leave it out, or give it new keys: `rekey --in-place`.",
@@ -447,7 +378,7 @@ class _Encrypting:
 
     def _refuse_undecided(self, location: FileLocation, contents: Contents) -> None:
         """Refuse a file from before with plaintext columns that the table does not decide about."""
-        name, settings = self._keys.configuration.select_table(self._request.table_name)
+        name, settings = self.keys.configuration.select_table(self.table_name)
         undecided = set(undecided_columns(settings, [column.path for column in contents.footer.columns]))
         names = [
             ".".join(column.path)

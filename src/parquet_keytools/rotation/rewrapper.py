@@ -15,7 +15,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from parquet_keytools.errors import (
@@ -102,11 +102,7 @@ class MasterKeyVersions:
         return self._kms.wrapped_key_version(key.wrapped_key, key.master_key_id)
 
     def describe(self, master_key_id: str) -> MasterKeyDescription | None:
-        """Return the description of a master key; None if it is unavailable.
-
-        Raises:
-            MasterKeyNotFoundError: The master key does not exist.
-        """
+        """Return the description of a master key; None if it is unavailable, but may exist."""
         try:
             description = self._kms.describe(master_key_id)
         except MasterKeyNotFoundError:
@@ -143,11 +139,7 @@ def is_older_version(version: str, than: str) -> bool:
 
 
 def check_version(master_key_id: str, version: str, newest: str | None) -> None:
-    """Refuse a version that a master key cannot have: no file would seem to need it.
-
-    Raises:
-        ConfigurationError: The KMS counts versions, and this is not a number up to the newest.
-    """
+    """Refuse a version that a master key cannot have, where the KMS counts them: no file would seem to need it."""
     number, newest_number = _version(version), _version(newest or "")
     if isinstance(newest_number, int) and not (isinstance(number, int) and 1 <= number <= newest_number):
         raise ConfigurationError(
@@ -165,13 +157,7 @@ def _version(name: str) -> int | str:
 
 @dataclass(frozen=True, slots=True)
 class RewrapTask:
-    """A wrapped key to re-wrap.
-
-    Attributes:
-        old: The wrapped key.
-        new_master_key_id: The master key whose current version will wrap it.
-        is_kek: Whether the key is a KEK.
-    """
+    """A wrapped key, a KEK or a DEK, that the current version of a master key will wrap."""
 
     old: WrappedKey
     new_master_key_id: str
@@ -180,13 +166,7 @@ class RewrapTask:
 
 @dataclass(frozen=True)
 class Rewrapped:
-    """A re-wrapped key.
-
-    Attributes:
-        wrapped_key: The new wrapped key.
-        key: The key that was wrapped before: the same key, unless there is a new KEK.
-        new_kek: The fresh KEK in place of the old one; None if the key is the same.
-    """
+    """A new wrapped key, the key that was wrapped before, and the fresh KEK in its place, if there is one."""
 
     wrapped_key: str
     key: SecretBytes
@@ -202,10 +182,12 @@ REMEMBERED_KEYS = 100_000
 class _Remembered(dict[K, V]):
     """Forgets the oldest entries."""
 
-    def remember(self, key: K, value: V) -> None:
-        self[key] = value
-        if len(self) > REMEMBERED_KEYS:
-            del self[next(iter(self))]
+    def remember(self, new: Mapping[K, V | KmsError]) -> None:
+        for key, value in new.items():
+            if not isinstance(value, KmsError):
+                self[key] = value
+                if len(self) > REMEMBERED_KEYS:
+                    del self[next(iter(self))]
 
     def split(self, wanted: Iterable[K]) -> tuple[dict[K, V], list[K]]:
         """Return the entries that are known, and the keys that are not, each once."""
@@ -213,35 +195,27 @@ class _Remembered(dict[K, V]):
         return {key: self[key] for key in each if key in self}, [key for key in each if key not in self]
 
 
+@dataclass(eq=False, repr=False)
 class Rewrapper:
     """Re-wraps keys for one run.
 
-    Args:
-        kms: The KMS, or several.
+    Attributes:
         new_keks: Whether fresh KEKs replace all KEKs, even if the KMS could re-wrap them.
         dry_run: Whether calls that re-wrap are counted instead of made; keys are unwrapped.
         given: What the KMS has already re-wrapped, or its errors. It is still proven here.
     """
 
-    def __init__(
-        self,
-        kms: KmsClient,
-        *,
-        new_keks: bool = False,
-        dry_run: bool = False,
-        given: Mapping[RewrapTask, str | KmsError] | None = None,
-    ) -> None:
-        self._kms = kms
-        self._new_keks = new_keks
-        self._dry_run = dry_run
-        self._given = given or {}
-        self._rewrapped: _Remembered[RewrapTask, Rewrapped] = _Remembered()
-        self._unwrapped: _Remembered[WrappedKey, SecretBytes] = _Remembered()
-        self._fresh_keks: dict[tuple[str, int], tuple[Kek, str]] = {}
-        self._counted: _Remembered[RewrapTask | WrappedKey, None] = _Remembered()
-        self._counted_keks: set[str] = set()
-        self._calls: Counter[str] = Counter()
-        self._expected: Counter[str] = Counter()
+    kms: KmsClient
+    new_keks: bool = False
+    dry_run: bool = False
+    given: Mapping[RewrapTask, str | KmsError] = field(default_factory=dict)
+    _rewrapped: _Remembered[RewrapTask, Rewrapped] = field(default_factory=_Remembered, init=False)
+    _unwrapped: _Remembered[WrappedKey, SecretBytes] = field(default_factory=_Remembered, init=False)
+    _fresh_keks: dict[tuple[str, int], tuple[Kek, str]] = field(default_factory=dict, init=False)
+    _counted: _Remembered[RewrapTask | WrappedKey, None] = field(default_factory=_Remembered, init=False)
+    _counted_keks: set[str] = field(default_factory=set, init=False)
+    _calls: Counter[str] = field(default_factory=Counter, init=False)
+    _expected: Counter[str] = field(default_factory=Counter, init=False)
 
     @property
     def calls(self) -> KmsCalls:
@@ -255,8 +229,9 @@ class Rewrapper:
 
     def expect(self, keys: Iterable[RewrapTask | WrappedKey]) -> None:
         """Count the calls for keys that would be re-wrapped, or stay and be unwrapped, each key once."""
-        for key in self._counted.split(keys)[1]:
-            self._counted.remember(key, None)
+        _, new = self._counted.split(keys)
+        self._counted.remember(dict.fromkeys(new))
+        for key in new:
             if isinstance(key, WrappedKey):
                 self._expected.update(unwrap=1)
             elif not self.is_unwrapped(key):
@@ -272,124 +247,109 @@ class Rewrapper:
     def unwrap(self, wanted: Iterable[WrappedKey]) -> dict[WrappedKey, SecretBytes | KmsError]:
         """Unwrap keys that stay as they are."""
         known, missing = self._unwrapped.split(wanted)
-        found: dict[WrappedKey, SecretBytes | KmsError] = {**known}
-        for key, outcome in zip(missing, self._unwrap(missing), strict=True):
-            found[key] = outcome
-            if not isinstance(outcome, KmsError):
-                self._unwrapped.remember(key, outcome)
-        return found
+        new = dict(zip(missing, self._unwrap(missing), strict=True))
+        self._unwrapped.remember(new)
+        return {**known, **new}
 
     def rewrap(self, wanted: Iterable[RewrapTask]) -> Outcomes:
         """Re-wrap keys, all that are new together; return nothing in a dry run."""
-        if self._dry_run:
+        if self.dry_run:
             return {}
         known, missing = self._rewrapped.split(wanted)
         new = self._replace([task for task in missing if self.is_unwrapped(task)])
         new |= self._rewrap_inside([task for task in missing if not self.is_unwrapped(task)])
-        for task in missing:
-            outcome = new[task]
-            if not isinstance(outcome, KmsError):
-                self._rewrapped.remember(task, outcome)
+        self._rewrapped.remember(new)
         return {**known, **new}
 
     def is_unwrapped(self, task: RewrapTask) -> bool:
         """Return whether a key has to be unwrapped here: another KMS wraps it, or another KEK replaces it."""
         old, new = task.old.master_key_id, task.new_master_key_id
-        if self._kms.instance_of(old) != self._kms.instance_of(new):
+        if self.kms.instance_of(old) != self.kms.instance_of(new):
             return True
-        return task.is_kek and (self._new_keks or not self._kms.rewraps_by_itself(old, new))
+        return task.is_kek and (self.new_keks or not self.kms.rewraps_by_itself(old, new))
 
     def _rewrap_inside(self, tasks: Sequence[RewrapTask]) -> Outcomes:
         """Have the KMS re-wrap keys, and unwrap the results."""
-        wrapped = {task: self._given[task] for task in tasks if task in self._given}
-        missing = [task for task in tasks if task not in wrapped]
+        missing = [task for task in tasks if task not in self.given]
         requests = [
             RewrapRequest(task.old.wrapped_key, task.old.master_key_id, task.new_master_key_id) for task in missing
         ]
-        if requests:
-            wrapped |= zip(missing, self._counting("rewrap", self._kms.rewrap_many(requests)), strict=True)
-        keys = self._unwrap_new({task: (task.new_master_key_id, wrapped[task]) for task in tasks})
-        outcomes: Outcomes = {}
-        for task, key in keys.items():
-            new = wrapped[task]
-            if isinstance(new, KmsError):
-                outcomes[task] = new
-            else:
-                outcomes[task] = key if isinstance(key, KmsError) else Rewrapped(new, key)
-        return outcomes
+        self._calls["rewrap"] += len(requests)
+        wrapped = dict(zip(missing, self.kms.rewrap_many(requests), strict=True))
+        wrapped |= {task: self.given[task] for task in tasks if task in self.given}
+        new = self._unwrap_new({task: (task.new_master_key_id, wrapped[task]) for task in tasks})
+        return {task: pair if isinstance(pair, KmsError) else Rewrapped(*pair) for task, pair in new.items()}
 
     def _replace(self, tasks: Sequence[RewrapTask]) -> Outcomes:
         """Unwrap keys, and have the KMS wrap the same DEKs, or fresh KEKs."""
-        outcomes: Outcomes = {}
-        keys: dict[RewrapTask, SecretBytes] = {}
-        for task, key in zip(tasks, self._unwrap([task.old for task in tasks]), strict=True):
-            if isinstance(key, KmsError):
-                outcomes[task] = key
-            else:
-                keys[task] = key
+        unwrapped = dict(zip(tasks, self._unwrap([task.old for task in tasks]), strict=True))
+        outcomes: Outcomes = {task: key for task, key in unwrapped.items() if isinstance(key, KmsError)}
+        keys = {task: key for task, key in unwrapped.items() if not isinstance(key, KmsError)}
         deks = self._wrap({task: (task.new_master_key_id, key) for task, key in keys.items() if not task.is_kek})
-        keks = self._wrapped_keks((task.new_master_key_id, key) for task, key in keys.items() if task.is_kek)
+        kinds = {(task.new_master_key_id, key.length_bits) for task, key in keys.items() if task.is_kek}
+        failed = self._make_keks(kinds)
         for task, key in keys.items():
-            if task.is_kek:
-                kek = keks[task.new_master_key_id, key.length_bits]
-                new, fresh = (kek, None) if isinstance(kek, KmsError) else (kek[1], kek[0])
+            kind = task.new_master_key_id, key.length_bits
+            new = failed.get(kind) if task.is_kek else deks[task]
+            if isinstance(new, KmsError):
+                outcomes[task] = new
+            elif new is not None:
+                outcomes[task] = Rewrapped(new, key)
             else:
-                new, fresh = deks[task], None
-            outcomes[task] = new if isinstance(new, KmsError) else Rewrapped(new, key, fresh)
+                fresh, wrapped = self._fresh_keks[kind]
+                outcomes[task] = Rewrapped(wrapped, key, fresh)
         return outcomes
 
-    def _wrapped_keks(
-        self, wanted: Iterable[tuple[str, SecretBytes]]
-    ) -> dict[tuple[str, int], tuple[Kek, str] | KmsError]:
-        """Return one fresh KEK for each master key and length; the same ones in the whole run."""
-        kinds = {(master_key_id, old.length_bits) for master_key_id, old in wanted}
+    def _make_keks(self, kinds: set[tuple[str, int]]) -> dict[tuple[str, int], KmsError]:
+        """Make one fresh KEK for each master key and length, once in the whole run; return what failed."""
         new = {kind: Kek.generate(kind[1]) for kind in sorted(kinds - self._fresh_keks.keys())}
-        failed: dict[tuple[str, int], tuple[Kek, str] | KmsError] = {}
+        failed: dict[tuple[str, int], KmsError] = {}
         for kind, wrapped in self._wrap({kind: (kind[0], kek.key) for kind, kek in new.items()}).items():
             if isinstance(wrapped, KmsError):
                 failed[kind] = wrapped
             else:
                 self._fresh_keks[kind] = new[kind], wrapped
-        return {**self._fresh_keks, **failed}
+        return failed
 
     # --- calls of the KMS, counted ---
 
     def _wrap(self, keys: Mapping[K, tuple[str, SecretBytes]]) -> dict[K, str | KmsError]:
         """Have the KMS wrap keys under master keys; each result is proven by unwrapping it."""
         requests = [WrapRequest(key, master_key_id) for master_key_id, key in keys.values()]
-        wrapped = self._counting("wrap", self._kms.wrap_many(requests)) if requests else []
-        new = {name: (keys[name][0], outcome) for name, outcome in zip(keys, wrapped, strict=True)}
+        self._calls["wrap"] += len(requests)
+        wrapped = dict(zip(keys, self.kms.wrap_many(requests), strict=True))
         outcomes: dict[K, str | KmsError] = {}
-        for name, unwrapped in self._unwrap_new(new).items():
+        found = self._unwrap_new({name: (keys[name][0], new) for name, new in wrapped.items()})
+        for name, outcome in found.items():
             master_key_id, key = keys[name]
-            if isinstance(unwrapped, KmsError):
-                outcomes[name] = unwrapped
-            elif unwrapped != key:
+            if isinstance(outcome, KmsError):
+                outcomes[name] = outcome
+            elif outcome[1] != key:
                 outcomes[name] = KmsResponseInvalidError(
                     "the new wrapped key does not unwrap to the same key",
-                    backend=self._kms.parts(master_key_id)[0].backend,
+                    backend=self.kms.parts(master_key_id)[0].backend,
                     operation="wrap",
                     master_key_id=master_key_id,
                 )
             else:
-                outcomes[name] = new[name][1]
+                outcomes[name] = outcome[0]
         return outcomes
 
-    def _unwrap_new(self, new: Mapping[K, tuple[str, str | KmsError]]) -> dict[K, SecretBytes | KmsError]:
-        """Unwrap new wrapped keys, given with their master keys; an error in place of a key stays."""
-        made = [WrappedKey(master_key_id, key) for master_key_id, key in new.values() if isinstance(key, str)]
-        keys = iter(self._unwrap(made))
-        return {name: key if isinstance(key, KmsError) else next(keys) for name, (_, key) in new.items()}
+    def _unwrap_new(
+        self, new: Mapping[K, tuple[str, str | KmsError]]
+    ) -> dict[K, tuple[str, SecretBytes] | KmsError]:
+        """Unwrap new wrapped keys, given with their master keys; return both. An error in place of a key stays."""
+        made = {name: WrappedKey(id_, key) for name, (id_, key) in new.items() if isinstance(key, str)}
+        keys = dict(zip(made, self._unwrap(list(made.values())), strict=True))
+        outcomes: dict[K, tuple[str, SecretBytes] | KmsError] = {}
+        for name, (_, wrapped) in new.items():
+            key = wrapped if isinstance(wrapped, KmsError) else keys[name]
+            outcomes[name] = key if isinstance(key, KmsError) else (made[name].wrapped_key, key)
+        return outcomes
 
     def _unwrap(self, keys: Sequence[WrappedKey]) -> list[SecretBytes | KmsError]:
-        if not keys:
-            return []
-        requests = [UnwrapRequest(key.wrapped_key, key.master_key_id) for key in keys]
-        return self._counting("unwrap", self._kms.unwrap_many(requests))
-
-    def _counting(self, operation: str, outcomes: list[V | KmsError]) -> list[V | KmsError]:
-        self._calls[operation] += len(outcomes)
-        return outcomes
+        self._calls["unwrap"] += len(keys)
+        return self.kms.unwrap_many([UnwrapRequest(key.wrapped_key, key.master_key_id) for key in keys])
 
 
 # --- key material ---
@@ -412,12 +372,8 @@ def new_material(
 ) -> NewMaterial:
     """Return key material with its wrapped key replaced; unknown fields stay.
 
-    Args:
-        text: The key material as stored.
-        material: The same, parsed.
-        rewrapped: The new wrapped key.
-        written_id: The identifier of the new master key for this file; see `KmsClient.id_in_file`.
-        instance_id: The KMS that the key material of a footer names; None leaves it.
+    `written_id` is from `KmsClient.id_in_file`; `instance_id` is the KMS that the key material of a footer names,
+    and None leaves it.
     """
     fields = parse_object(text, "key material")
     fields["masterKeyID"] = _in_the_same_form(fields["masterKeyID"], written_id)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.util
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +31,6 @@ from parquet_keytools.encryption.aad import FOOTER_PLACE, AadPrefix
 from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import (
-    ChangedMeanwhileError,
     ConfigurationError,
     FileChangedError,
     KeytoolsError,
@@ -64,22 +64,18 @@ from parquet_keytools.format.thrift import Entry
 from parquet_keytools.keys.key_wrapping import dek_of
 from parquet_keytools.keys.material_store import MAX_FILE_BYTES
 from parquet_keytools.kms.client import KmsClient
-from parquet_keytools.rotation.data_set_run import (
-    Outcomes,
-    RunOptions,
-    change_data_set,
-    outcome_of,
-)
+from parquet_keytools.rotation.data_set_run import Outcomes, RunOptions, change_data_set, outcome_of
 from parquet_keytools.rotation.file_keys import (
     AadPrefixOf,
-    BatchFile,
     FileKey,
+    FileKeys,
     Tail,
     changed_while_rotated,
     check_unchanged,
+    outcomes,
     read_batch,
     step,
-    step_each,
+    unless_changed,
 )
 from parquet_keytools.rotation.report import FileRotation, KeyChange, RotationOutcome, RotationReport
 from parquet_keytools.rotation.rewrapper import (
@@ -94,7 +90,6 @@ from parquet_keytools.rotation.rewrapper import (
     new_material,
     renamed_material,
 )
-from parquet_keytools.runtime import operating_system
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, ends_with, open_source, read_whole
 from parquet_keytools.storage.outputs import LocalSink
@@ -104,18 +99,9 @@ from parquet_keytools.storage.outputs import LocalSink
 
 @dataclass(frozen=True)
 class RotationPlan:
-    """The changes of a rotation, without secrets; pickled for the tasks of a cluster.
+    """The arguments of `Keytools.rotate` with identifiers of master keys, and the versions that were looked up.
 
-    Attributes:
-        moves: Identifier of an old master key -> identifier of the new one.
-        only_master_keys: Identifiers of the master keys that are rotated; None means all, or with `moves` the
-            master keys that are moved.
-        older_than: Re-wrap only keys that were wrapped with an older version, or an unknown version.
-        new_keks: Whether fresh KEKs replace the old ones.
-        dry_run: Whether nothing is changed.
-        table_name: The table of the files; None for any table of the configuration.
-        aad_prefix: The AAD prefix that the files must have.
-        known_versions: The newest versions of master keys, as far as they were looked up.
+    It has no secrets, and is pickled for the tasks of a cluster.
     """
 
     moves: Mapping[str, str] = field(default_factory=dict)
@@ -138,11 +124,6 @@ class RotationPlan:
         """The master keys that the request names; empty if it is about all."""
         return frozenset(self.moves) | (self.only_master_keys or frozenset())
 
-    @property
-    def opens_to_others(self) -> bool:
-        """Whether other people than before may unwrap the keys afterwards."""
-        return bool(self.moves)
-
     def concerns(self, master_key_id: str) -> bool:
         """Whether keys under this master key may change."""
         if self.only_master_keys is not None:
@@ -159,14 +140,7 @@ class RotationPlan:
     ) -> str | None:
         """Return the master key to re-wrap a key with, or None if the key stays as it is.
 
-        Args:
-            master_key_id: The master key that wraps it now.
-            version: The version that wraps it; None if it is unknown.
-            current_version: Returns the newest version of a master key; called only if it matters.
-            has_kek: Whether the key is a KEK.
-
-        Raises:
-            ConfigurationError: The versions of the KMS are numbers, and `older_than` is not.
+        `version` wraps it now, and is None if that is unknown. `current_version` is called only if it matters.
         """
         if not self.concerns(master_key_id):
             return None
@@ -190,12 +164,7 @@ def plan_rotation(
     table_name: str | None = None,
     aad_prefix: str | bytes | None = None,
 ) -> RotationPlan:
-    """Plan a rotation; see `Keytools.rotate` for the arguments.
-
-    Raises:
-        ConfigurationError: There is no KMS, a master key does not exist, or the moves are not possible.
-        KmsError: A new master key cannot be used.
-    """
+    """Check the arguments of `Keytools.rotate`, and raise its errors."""
     if only_master_keys is not None:
         list_of_names("only_master_keys", only_master_keys)
     configuration, kms = keys.configuration, keys.kms
@@ -238,11 +207,7 @@ def plan_rotation(
 
 
 def master_key_id(configuration: Configuration, key: str) -> str:
-    """Return the identifier of a master key, given the identifier or its name in the configuration.
-
-    Raises:
-        ConfigurationError: It is the name of a data key.
-    """
+    """Return the identifier of a master key, given the identifier or its name in the configuration."""
     if key in configuration.data_keys and key not in configuration.master_keys:
         raise ConfigurationError(
             f"{key!r} is a data key: a rotation changes master keys.", hint="Use rekey for new data keys."
@@ -311,11 +276,7 @@ def prefix_of(
 ) -> AadPrefixOf:
     """Return a function that returns the AAD prefix that a file must have.
 
-    Args:
-        keys: The keys of the configuration.
-        table_name: The table; None if there is only one, or for files of any table.
-        aad_prefix: The prefix that the caller expects.
-        opens_to_others: Whether other people than before may unwrap the keys afterwards.
+    `opens_to_others` says whether other people than before may unwrap the keys afterwards.
     """
     is_one_table = table_name is not None or len(keys.configuration.tables) == 1
     is_strict = opens_to_others and is_one_table
@@ -333,12 +294,7 @@ def prefix_of(
 
 
 def rotate_data_set(path: FileLocation, rewrapping: Rewrapping, options: RunOptions) -> RotationReport:
-    """Rotate the master keys of a file, or of all Parquet files under a folder.
-
-    Raises:
-        FileNotFoundError: The file or folder does not exist.
-        NoParquetFilesError: The folder has no Parquet files.
-    """
+    """Rotate the master keys of a file, or of all Parquet files under a folder."""
     report = RotationReport(dry_run=rewrapping.plan.dry_run)
     change_data_set(path, rewrapping.change, report, options)
     report.kms_calls = rewrapping.rewrapper.calls + rewrapping.versions.calls
@@ -349,62 +305,70 @@ def rotate_data_set(path: FileLocation, rewrapping: Rewrapping, options: RunOpti
 
 
 class Rewrapping:
-    """Re-wraps the keys of files as planned, in batches.
+    """Re-wraps the keys of files as planned, one run at a time, in batches for which the KMS is called together.
 
     A rotation to a new version of the same master keys opens nothing to others, and takes every file. A move does:
     a file of another table under the same master key, copied into the folder, would become readable to users of
     the new one. Only files of the configuration's tables are moved.
-
-    Args:
-        keys: The keys of the configuration, which has a KMS.
-        plan: What changes.
-        rewrapper: Calls the KMS; None makes one.
     """
 
-    def __init__(
-        self,
-        keys: KeyService,
-        plan: RotationPlan,
-        rewrapper: Rewrapper | None = None,
-    ) -> None:
+    def __init__(self, keys: KeyService, plan: RotationPlan, rewrapper: Rewrapper | None = None) -> None:
         assert keys.kms is not None
         self.plan = plan
-        self.kms = keys.kms
         self.versions = MasterKeyVersions(keys.kms, plan.known_versions)
         self.rewrapper = rewrapper or Rewrapper(keys.kms, new_keks=plan.new_keks, dry_run=plan.dry_run)
-        self.aad_prefix_of = prefix_of(
-            keys, plan.table_name, plan.aad_prefix, opens_to_others=plan.opens_to_others
-        )
+        self._kms = keys.kms
+        self._aad_prefix_of = prefix_of(keys, plan.table_name, plan.aad_prefix, opens_to_others=bool(plan.moves))
         self._data_keys = keys.data_keys
         self._table_checks: list[TableCheck] = []
-        if plan.opens_to_others:
+        if plan.moves:
             names = [plan.table_name] if plan.table_name is not None else sorted(keys.configuration.tables)
             # Files that an earlier run moved belong to the table, too.
             self._table_checks = [TableCheck(keys.configuration, name, moves=plan.moves.items()) for name in names]
+        # Of the batch.
+        self._rewrapped: dict[RewrapTask, Rewrapped | KmsError] = {}
+        self._unwrapped: dict[WrappedKey, SecretBytes | KmsError] = {}
 
     def change(self, pool: Executor, locations: Iterator[FileLocation]) -> Outcomes:
         """Re-wrap the keys of files, batch by batch; see `ChangeFiles`."""
-        while works := read_batch(pool, locations, self._data_keys, self.kms):
-            yield from _Batch(self, pool).rotate(works)
+        while files := read_batch(pool, locations, self._data_keys, self._kms):
+            self._rewrapped, self._unwrapped = {}, {}
+            # AAD and table are checked before any key is unwrapped.
+            self._ask_footers(step(pool, self._check, files))
+            self._ask_columns(step(pool, self._open, files))
+            names = [file.location for file in files]
+            finished = outcomes(pool, self._finish, files)
+            # Parsed footers take much memory.
+            files.clear()
+            for location, outcome in zip(names, finished, strict=True):
+                yield location, outcome if isinstance(outcome, FileRotation) else outcome_of(location, outcome)
 
-    def concerns(self, master_key_id: str) -> bool:
+    # --- keys ---
+
+    def _concerns(self, held: FileKey) -> bool:
         """Whether keys under this master key may change, whichever of its names a file uses."""
-        return self.plan.concerns(self.versions.as_named(master_key_id, self.plan.named))
+        return self.plan.concerns(self.versions.as_named(held.wrapped_key.master_key_id, self.plan.named))
 
-    def target_of(self, old: WrappedKey, *, has_kek: bool) -> str | None:
-        """Return the master key to re-wrap a key with, or None if the key stays as it is."""
+    def _is_planned(self, held: FileKey) -> bool:
+        """Decide whether a key changes. What the file says of it is proven when it is unwrapped."""
+        old, has_kek = held.wrapped_key, held.material.double_wrapping
         named = self.versions.as_named(old.master_key_id, self.plan.named)
         target = self.plan.new_master_key_id(
             named, version=self.versions.of(old), current_version=self.versions.current, has_kek=has_kek
         )
-        return old.master_key_id if target == named else target
+        if target is None:
+            return False
+        held.task = RewrapTask(old, old.master_key_id if target == named else target, has_kek)
+        return True
 
-    def refuse_other_tables(self, check: Callable[[TableCheck], None]) -> None:
-        """Raise the first `TableMismatchError` if no table passes a check."""
+    def _refuse_other_tables(self, file: FileKeys, footer: Footer | None = None) -> None:
+        """Raise the first `TableMismatchError` if a file is of no table."""
         mismatches = []
         for table in self._table_checks:
             try:
-                check(table)
+                check_footer_key(table, str(file.location), file.envelope, file)
+                if footer is not None:
+                    check_column_keys(table, str(file.location), footer, file)
             except TableMismatchError as error:
                 mismatches.append(error)
             else:
@@ -412,171 +376,102 @@ class Rewrapping:
         if mismatches:
             raise mismatches[0]
 
+    def _check(self, file: FileKeys) -> None:
+        file.expect_prefix(self._aad_prefix_of)
+        self._refuse_other_tables(file)
 
-class _Batch:
-    """Files for whose keys the KMS is called together."""
-
-    def __init__(self, run: Rewrapping, pool: Executor) -> None:
-        self._run = run
-        self._plan = run.plan
-        self._pool = pool
-        self._rewrapped: dict[RewrapTask, Rewrapped | KmsError] = {}
-        self._unwrapped: dict[WrappedKey, SecretBytes | KmsError] = {}
-
-    def rotate(self, works: Sequence[BatchFile]) -> Outcomes:
-        """Yield the result of each file, in their order."""
-        # AAD and table are checked before any key is unwrapped.
-        going = list(step(self._pool, self._check, [work for work in works if work.failure is None]))
-        self._ask_footers(going)
-        going = list(step(self._pool, self._open, going))
-        self._ask_columns(going)
-        waited_for = {id(work) for work in going}
-        finished = step_each(self._pool, self._finish, going)
-        for work in works:
-            if id(work) in waited_for:
-                next(finished)
-            if work.failure is not None:
-                yield work.location, outcome_of(work.location, work.failure)
-            elif work.result is not None:
-                yield work.location, work.result
-            # Parsed footers take much memory.
-            work.keys = None
-
-    # --- keys ---
-
-    def _check(self, work: BatchFile) -> None:
-        keys = work.read_keys
-        work.aad_prefix = keys.expected_prefix(self._run.aad_prefix_of)
-        self._run.refuse_other_tables(
-            lambda table: check_footer_key(table, str(keys.location), keys.envelope, keys)
-        )
-
-    def _ask_footers(self, works: Sequence[BatchFile]) -> None:
+    def _ask_footers(self, files: Sequence[FileKeys]) -> None:
         """Re-wrap the footers' keys, or unwrap them if they stay or nothing is to be changed."""
         staying = []
-        for work in works:
-            held = work.read_keys.footer_key
-            if held is not None and (not self._is_planned(held) or self._plan.dry_run):
+        for file in files:
+            held = file.footer_key
+            if held is not None and (not self._is_planned(held) or self.plan.dry_run):
                 staying.append(held.wrapped_key)
-        self._ask_kms(works, staying)
+        self._ask_kms(files, staying)
 
-    def _ask_columns(self, works: Sequence[BatchFile]) -> None:
+    def _ask_columns(self, files: Sequence[FileKeys]) -> None:
         """Do the same with the keys of columns, except for those that the authentic footer vouches for.
 
         An authentic footer is as the writer, or the last rotation, left it: internal key material that names a
         master key outside this rotation is trusted.
         """
         staying = []
-        for work in works:
-            keys = work.read_keys
-            for held in keys.referenced:
-                if held is keys.footer_key or self._is_planned(held):
+        for file in files:
+            for held in file.referenced:
+                if held is file.footer_key or self._is_planned(held):
                     continue
                 if held.reference is not None or self._concerns(held):
                     staying.append(held.wrapped_key)
                     held.is_proven = True
-        self._ask_kms(works, staying)
+        self._ask_kms(files, staying)
 
-    def _ask_kms(self, works: Sequence[BatchFile], staying: Iterable[WrappedKey]) -> None:
-        rewrapper = self._run.rewrapper
-        staying = list(staying)
-        tasks = dict.fromkeys(held.task for work in works for held in work.changing if held.task is not None)
-        if self._plan.dry_run:
+    def _ask_kms(self, files: Sequence[FileKeys], staying: Sequence[WrappedKey]) -> None:
+        tasks = dict.fromkeys(held.task for file in files for held in file.changing if held.task is not None)
+        if self.plan.dry_run:
             # Keys of footers are unwrapped in place of being re-wrapped.
             changing = {task.old for task in tasks}
-            rewrapper.expect([*tasks, *(key for key in staying if key not in changing)])
-        self._rewrapped.update(rewrapper.rewrap(task for task in tasks if task not in self._rewrapped))
-        self._unwrapped.update(rewrapper.unwrap(key for key in staying if key not in self._unwrapped))
+            self.rewrapper.expect([*tasks, *(key for key in staying if key not in changing)])
+        self._rewrapped.update(self.rewrapper.rewrap(task for task in tasks if task not in self._rewrapped))
+        self._unwrapped.update(self.rewrapper.unwrap(key for key in staying if key not in self._unwrapped))
 
-    def _is_planned(self, held: FileKey) -> bool:
-        """Decide whether a key changes. What the file says of it is proven when it is unwrapped."""
-        old = held.wrapped_key
-        target = self._run.target_of(old, has_kek=held.material.double_wrapping)
-        if target is None:
-            return False
-        held.task = RewrapTask(old, target, held.material.double_wrapping)
-        return True
-
-    def _concerns(self, held: FileKey) -> bool:
-        return self._run.concerns(held.wrapped_key.master_key_id)
-
-    def _open(self, work: BatchFile) -> None:
+    def _open(self, file: FileKeys) -> None:
         """Authenticate the footer."""
-        keys = work.read_keys
-        if not keys.is_encrypted:
+        if not file.is_encrypted:
             # Encrypted columns would contradict the footer, which is an error.
-            keys.open(None, None)
+            file.open(None)
             return
-        held = keys.footer_key
-        if held is not None and held.task is not None and not self._plan.dry_run:
-            work.footer_dek = dek_of(held.material, value_or_raise(self._rewrapped[held.task]).key)
+        held = file.footer_key
+        if held is not None and held.task is not None and not self.plan.dry_run:
+            footer_dek = dek_of(held.material, value_or_raise(self._rewrapped[held.task]).key)
         else:
-            work.footer_dek = keys.footer_dek(self._unwrapped)
-        keys.open(work.footer_dek, work.aad_prefix)
-        footer = keys.footer
-        assert footer is not None
+            footer_dek = file.find_footer_dek(self._unwrapped)
+        self._refuse_other_tables(file, file.open(footer_dek))
 
-        def check(table: TableCheck) -> None:
-            check_footer_key(table, str(keys.location), keys.envelope, keys)
-            check_column_keys(table, str(keys.location), footer, keys)
-
-        self._run.refuse_other_tables(check)
-
-    def _prove_columns(self, work: BatchFile) -> None:
-        """Prove each DEK that is known by now with metadata of its column."""
-        for column, held in work.read_keys.column_keys():
-            if held.is_proven:
-                work.read_keys.prove(column, work.read_keys.dek(held, self._unwrapped))
-            elif held.task is not None and not self._plan.dry_run:
-                work.read_keys.prove(column, self._new(work, held).dek)
-
-    def _new(self, work: BatchFile, held: FileKey) -> NewMaterial:
+    def _new(self, file: FileKeys, held: FileKey) -> NewMaterial:
         if held.new is None:
             assert held.task is not None
-            kms, master_key_id = self._run.kms, held.task.new_master_key_id
-            written_id = kms.id_in_file(master_key_id, self._new_instance_id(work))
-            instance_id = kms.instance_of(master_key_id) if kms.instances else None
+            master_key_id = held.task.new_master_key_id
+            written_id = self._kms.id_in_file(master_key_id, self._new_instance_id(file))
+            instance_id = self._kms.instance_of(master_key_id) if self._kms.instances else None
             rewrapped = value_or_raise(self._rewrapped[held.task])
             held.new = new_material(held.text, held.material, rewrapped, written_id, instance_id)
         return held.new
 
-    def _new_instance_id(self, work: BatchFile) -> str | None:
+    def _new_instance_id(self, file: FileKeys) -> str | None:
         """Return the KMS that the footer names afterwards."""
-        held = work.read_keys.footer_key
+        held = file.footer_key
         if held is None or held.task is None:
-            return work.read_keys.instance_id
-        return self._run.kms.instance_of(held.task.new_master_key_id)
+            return file.instance_id
+        return self._kms.instance_of(held.task.new_master_key_id)
 
-    def _new_texts(self, work: BatchFile) -> dict[FileKey, str]:
+    def _new_texts(self, file: FileKeys) -> dict[FileKey, str]:
         """Return the new key material of the keys that change.
 
         Keys that stay may have to be named in another way: their identifiers begin with the name of their KMS
         where it is not the KMS of the footer.
         """
-        texts = {held: self._new(work, held).text for held in work.changing}
-        if self._run.kms.instances:
-            instance_id = self._new_instance_id(work)
-            for held in work.read_keys.referenced:
-                written_id = self._run.kms.id_in_file(held.material.master_key_id, instance_id)
+        texts = {held: self._new(file, held).text for held in file.changing}
+        if texts and self._kms.instances:
+            instance_id = self._new_instance_id(file)
+            for held in file.referenced:
+                written_id = self._kms.id_in_file(held.material.master_key_id, instance_id)
                 if held not in texts and (text := renamed_material(held.text, written_id)) is not None:
                     texts[held] = text
         return texts
 
     # --- files ---
 
-    def _finish(self, work: BatchFile) -> None:
-        self._prove_columns(work)
-        self._replace(work)
-
-    def _replace(self, work: BatchFile) -> None:
-        """Replace all keys of a file that change, or none."""
-        path, keys = str(work.location), work.read_keys
-        dropped = self._dropped(work)
-        changing = work.changing
+    def _finish(self, file: FileKeys) -> FileRotation:
+        """Prove each DEK that is known with metadata of its column; replace all keys that change, or none."""
+        for column, held in file.column_keys():
+            if held.is_proven:
+                file.prove(column, file.dek(held, self._unwrapped))
+            elif held.task is not None and not self.plan.dry_run:
+                file.prove(column, self._new(file, held).dek)
+        path, changing, dropped = str(file.location), file.changing, _dropped(file)
         if not changing and not dropped:
-            work.result = self._unchanged(work)
-            return
-        moves_footer = self._run.kms.instances and self._new_instance_id(work) != keys.instance_id
+            return self._unchanged(file)
+        moves_footer = self._kms.instances and self._new_instance_id(file) != file.instance_id
         if moves_footer and len({held.reference is None for held in changing}) > 1:
             # After a crash between the two, either KMS would have some of the keys.
             raise OutputError(
@@ -584,87 +479,35 @@ class _Batch:
                 "be replaced in one step.",
                 hint="Re-encrypt it with `rekey --in-place`, and repeat the rotation.",
             )
-        changes, how = self._changes(work), _dropped_text(dropped)
-        if self._plan.dry_run:
-            work.result = FileRotation(path, RotationOutcome.WOULD_ROTATE, changes, how)
-            return
-        texts = self._new_texts(work) if changing else {}
-        done = [*self._replace_external(work, texts, dropped), *self._replace_tail(work, texts)]
-        work.result = FileRotation(
-            path,
-            RotationOutcome.ROTATED,
-            changes,
-            "; ".join(filter(None, [*(part.how for part in done), how])),
-            sum(part.bytes_written for part in done),
-            sum(part.bytes_copied for part in done),
+        result = FileRotation(path, RotationOutcome.WOULD_ROTATE, self._changes(changing), _dropped_text(dropped))
+        if self.plan.dry_run:
+            return result
+        texts = self._new_texts(file)
+        done = [*_replace_external(file, texts, dropped), *_replace_internal(file, texts)]
+        return replace(
+            result,
+            outcome=RotationOutcome.ROTATED,
+            how="; ".join(filter(None, [*(part.how for part in done), result.how])),
+            bytes_written=sum(part.bytes_written for part in done),
+            bytes_copied=sum(part.bytes_copied for part in done),
         )
 
-    def _dropped(self, work: BatchFile) -> frozenset[str]:
-        """Return the entries of the key material file to drop, because the footer does not refer to them.
-
-        They are not re-wrapped either: a key that an attacker put there must not outlive its master key.
-        """
-        external, unreferenced = work.read_keys.external, work.read_keys.unreferenced
-        if not unreferenced or external is None or external.may_be_in_the_making:
-            return frozenset()
-        return frozenset(held.reference for held in unreferenced if held.reference is not None)
-
-    def _unchanged(self, work: BatchFile) -> FileRotation:
-        path, keys = str(work.location), work.read_keys
+    def _unchanged(self, file: FileKeys) -> FileRotation:
         why = ""
-        if not keys.is_encrypted:
+        if not file.is_encrypted:
             why = "not encrypted"
-        elif not keys.referenced:
+        elif not file.referenced:
             why = "data keys only"
-        elif not any(self._concerns(held) for held in keys.referenced):
+        elif not any(self._concerns(held) for held in file.referenced):
             why = "none of the master keys"
         outcome = RotationOutcome.NOTHING_TO_ROTATE if why else RotationOutcome.ALREADY_CURRENT
-        return FileRotation(path, outcome, how=why)
+        return FileRotation(str(file.location), outcome, how=why)
 
-    def _replace_external(
-        self, work: BatchFile, new_texts: Mapping[FileKey, str], dropped: frozenset[str]
-    ) -> Iterator[ReplacedTail]:
-        keys = work.read_keys
-        texts = {
-            held.reference: new_texts[held]
-            for held in keys.referenced
-            if held.reference is not None and held in new_texts
-        }
-        if keys.external is None or not (texts or dropped):
-            return
-        new = keys.external.with_new(texts, dropped)
-        replace_external_material(
-            keys.external.location,
-            keys.external.content,
-            new,
-            lambda: check_unchanged(keys.location, keys.tail),
-        )
-        yield ReplacedTail("new key material file", len(new), 0)
-
-    def _replace_tail(self, work: BatchFile, new_texts: Mapping[FileKey, str]) -> Iterator[ReplacedTail]:
-        keys, footer, dek = work.read_keys, work.read_keys.footer, work.footer_dek
-        metadata = {
-            held.text: new_texts[held].encode()
-            for held in keys.referenced
-            if held.reference is None and isinstance(held.text, bytes) and held in new_texts
-        }
-        if not metadata:
-            return
-        assert footer is not None
-        assert dek is not None
-        tail, new = keys.tail, new_tail(keys.tail, footer, metadata)
-        yield replace_tail(
-            keys.location,
-            tail,
-            new,
-            lambda source: check_new_tail(source, tail.offset, new, dek, work.aad_prefix, footer, metadata),
-        )
-
-    def _changes(self, work: BatchFile) -> tuple[KeyChange, ...]:
+    def _changes(self, changing: Sequence[FileKey]) -> tuple[KeyChange, ...]:
         """Count the keys of a file by their changes."""
-        versions = self._run.versions
+        versions = self.versions
         counts: Counter[tuple[str, str, str | None, str | None]] = Counter()
-        for task in (held.task for held in work.changing):
+        for task in (held.task for held in changing):
             assert task is not None
             outcome = self._rewrapped.get(task)
             if isinstance(outcome, Rewrapped):
@@ -676,11 +519,48 @@ class _Batch:
         return tuple(sorted(changes, key=lambda change: (change.master_key_id, change.version or "")))
 
 
+def _dropped(file: FileKeys) -> frozenset[str]:
+    """Return the entries of the key material file to drop, because the footer does not refer to them.
+
+    They are not re-wrapped either: a key that an attacker put there must not outlive its master key.
+    """
+    if not file.unreferenced or file.external is None or file.external.may_be_in_the_making:
+        return frozenset()
+    return frozenset(held.reference for held in file.unreferenced if held.reference is not None)
+
+
 def _dropped_text(dropped: frozenset[str]) -> str:
     if not dropped:
         return ""
     number = "1 entry" if len(dropped) == 1 else f"{len(dropped)} entries"
     return f"{number} of the key material file dropped that its footer does not refer to"
+
+
+def _replace_external(
+    file: FileKeys, new_texts: Mapping[FileKey, str], dropped: frozenset[str]
+) -> Iterator[ReplacedTail]:
+    texts = {held.reference: text for held, text in new_texts.items() if held.reference is not None}
+    if file.external is not None and (texts or dropped):
+        new = file.external.with_new(texts, dropped)
+        replace_external_material(
+            file.external.location, file.external.content, new, lambda: check_unchanged(file.location, file.tail)
+        )
+        yield ReplacedTail("new key material file", len(new), 0)
+
+
+def _replace_internal(file: FileKeys, new_texts: Mapping[FileKey, str]) -> Iterator[ReplacedTail]:
+    metadata = {held.text: text.encode() for held, text in new_texts.items() if isinstance(held.text, bytes)}
+    if metadata:
+        footer, dek, tail = file.footer, file.footer_dek, file.tail
+        assert footer is not None
+        assert dek is not None
+        new = new_tail(tail, footer, metadata)
+        yield replace_tail(
+            file.location,
+            tail,
+            new,
+            lambda source: check_new_tail(source, tail.offset, new, dek, file.aad_prefix, footer, metadata),
+        )
 
 
 # --- a new tail ---
@@ -695,25 +575,17 @@ def new_tail(tail: Tail, footer: Footer, new_key_metadata: Mapping[bytes, bytes]
     """Return a tail with key metadata replaced; all other fields stay as they are.
 
     The footer's DEK encrypts or signs once more, with a fresh nonce. Rotations stay far below the limit of 2**32
-    invocations (spec 4.1.4), so they are not counted.
-
-    Args:
-        tail: The tail as it was read.
-        footer: Its footer, authenticated. It is not changed: `check_new_tail` compares with it.
-        new_key_metadata: Old key metadata -> new.
+    invocations (spec 4.1.4), so they are not counted. `footer` is not changed: `check_new_tail` compares with it.
     """
     assert footer.cipher is not None
-    known: dict[bytes, bytes] = {}
 
+    @functools.cache  # Usually the same in every row group.
     def changed(crypto: bytes) -> bytes:
-        # Usually the same in every row group.
-        if crypto not in known:
-            read, _ = ColumnCryptoMetaData.read(crypto)
-            column = read.encryption_with_column_key
-            if column is not None:
-                column.key_metadata = _replaced(column.key_metadata, new_key_metadata)
-            known[crypto] = read.serialise()
-        return known[crypto]
+        read, _ = ColumnCryptoMetaData.read(crypto)
+        column = read.encryption_with_column_key
+        if column is not None:
+            column.key_metadata = _replaced(column.key_metadata, new_key_metadata)
+        return read.serialise()
 
     metadata = footer.metadata.shallow_copy()
     metadata.row_groups = [
@@ -749,12 +621,7 @@ REFUSED_HINT = (
 
 @contextlib.contextmanager
 def proving(what: str, path: str) -> Iterator[None]:
-    """Read new bytes as a reader does.
-
-    Args:
-        what: What they are, for people.
-        path: The file.
-    """
+    """Read new bytes of a file as a reader does; `what` names them."""
     try:
         yield
     except (FileChangedError, OutputError):
@@ -774,16 +641,9 @@ def check_new_tail(
     old: Footer,
     new_key_metadata: Mapping[bytes, bytes],
 ) -> None:
-    """Read a file with a new tail as a reader does, and compare its footer with the old one.
+    """Read a file with a new tail as a reader does, with the DEK that the new key material leads to.
 
-    Args:
-        source: The file.
-        offset: Where the tail begins.
-        tail: What was written there.
-        footer_dek: The DEK that the new key material leads to.
-        aad_prefix: The expected AAD prefix.
-        old: The old footer. What `new_tail` made of it is no proof.
-        new_key_metadata: As for `new_tail`.
+    Its footer is compared with the old one: what `new_tail` made of that is no proof.
     """
     check_read_back(source, offset, tail)
     with proving("the new footer", source.path):
@@ -807,12 +667,20 @@ def _content(footer: Footer, new_key_metadata: Mapping[bytes, bytes]) -> tuple[o
     else:
         read, _ = FileCryptoMetaData.read(footer_of(footer.envelope.tail))
         crypto_metadata = _without(read, FileCryptoMetaData.key_metadata.field_id)
-    known: dict[bytes | None, object] = {None: None}
 
+    @functools.cache
     def of_crypto(crypto: bytes | None) -> object:
-        if crypto not in known:
-            known[crypto] = _content_of_crypto(crypto, new_key_metadata)
-        return known[crypto]
+        if crypto is None:
+            return None
+        read, _ = ColumnCryptoMetaData.read(crypto)
+        column = read.encryption_with_column_key
+        if column is None:
+            return _without(read)
+        return (
+            _without(read, ColumnCryptoMetaData.encryption_with_column_key.field_id),
+            _without(column, EncryptionWithColumnKey.key_metadata.field_id),
+            _replaced(column.key_metadata, new_key_metadata),
+        )
 
     return (
         footer.mode,
@@ -827,19 +695,6 @@ def _content(footer: Footer, new_key_metadata: Mapping[bytes, bytes]) -> tuple[o
             )
             for row_group in footer.row_groups
         ],
-    )
-
-
-def _content_of_crypto(crypto: bytes | None, new_key_metadata: Mapping[bytes, bytes]) -> object:
-    assert crypto is not None
-    read, _ = ColumnCryptoMetaData.read(crypto)
-    column = read.encryption_with_column_key
-    if column is None:
-        return _without(read)
-    return (
-        _without(read, ColumnCryptoMetaData.encryption_with_column_key.field_id),
-        _without(column, EncryptionWithColumnKey.key_metadata.field_id),
-        _replaced(column.key_metadata, new_key_metadata),
     )
 
 
@@ -859,13 +714,7 @@ COPY_LENGTH = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class ReplacedTail:
-    """How a tail was replaced.
-
-    Attributes:
-        how: For people.
-        bytes_written: Bytes that went through this process.
-        bytes_copied: Bytes that the operating system or the store copied.
-    """
+    """How a tail or a key material file was replaced; see `FileRotation`."""
 
     how: str
     bytes_written: int
@@ -879,31 +728,32 @@ def replace_tail(location: FileLocation, tail: Tail, new: bytes, check: CheckWri
         from parquet_keytools.rotation.s3_replacement import replace_object_tail
 
         return ReplacedTail(*replace_object_tail(location, tail, new, check))
+    in_kernel = 0
     with replacement(location, lambda: check_unchanged(location, tail)) as pending:
-        with pending.open_sink() as sink:
-            if location.is_local:
-                assert isinstance(sink, LocalSink)
+        with unless_changed(location, tail), pending.open_sink() as sink:
+            if isinstance(sink, LocalSink):
                 with Path(location.path).open("rb") as opened:
-                    how = copy_beginning(opened.fileno(), sink.file_descriptor, tail.offset)
+                    in_kernel = _copy_in_kernel(opened.fileno(), sink.file_descriptor, tail.offset)
             else:
-                how = None
                 sink.reserve(tail.offset + len(new))
-                with open_source(location) as source:
-                    for offset in range(0, tail.offset, COPY_LENGTH):
-                        sink.write_at(offset, source.read_at(offset, min(COPY_LENGTH, tail.offset - offset)))
+            with open_source(location) as source:
+                for offset in range(in_kernel, tail.offset, COPY_LENGTH):
+                    sink.write_at(offset, source.read_at(offset, min(COPY_LENGTH, tail.offset - offset)))
             sink.write_at(tail.offset, new)
         with pending.open_written() as written:
             check(written)
-    by_hand = 0 if how == COPIED_IN_KERNEL else tail.offset
-    text = f"new tail, data {how}" if how is not None else f"rewritten whole{f'; {reason}' if reason else ''}"
-    return ReplacedTail(text, len(new) + by_hand, tail.offset - by_hand)
+    is_whole_in_kernel = in_kernel == tail.offset
+    how = f"rewritten whole{f'; {reason}' if reason else ''}"
+    if location.is_local:
+        how = "new tail, data copied in the kernel" if is_whole_in_kernel else "new tail, data copied"
+    copied = tail.offset if is_whole_in_kernel else 0
+    return ReplacedTail(how, len(new) + tail.offset - copied, copied)
 
 
 def why_unconditional(location: FileLocation) -> str | None:
     """Return why a file cannot be replaced on a condition, its data copied by the store; None if it can.
 
-    Returns:
-        The reason for people if the file is in S3; else an empty text.
+    The reason is empty outside of S3.
     """
     if not location.is_in_s3:
         return ""
@@ -916,32 +766,8 @@ def why_unconditional(location: FileLocation) -> str | None:
     return "with access keys, no proxy, and no role that Arrow assumes, the store would copy the data"
 
 
-COPIED_IN_KERNEL = "copied in the kernel"
-COPIED = "copied"
-
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ETXTBSY)
 """Errors of a file system whose files the kernel cannot copy; all others are errors of the disk."""
-
-
-def copy_beginning(source: int, target: int, length: int) -> str:
-    """Copy the first `length` bytes of a file into an empty one.
-
-    Returns:
-        How they were copied.
-    """
-    copied = _copy_in_kernel(source, target, length)
-    if copied == length:
-        return COPIED_IN_KERNEL
-    while copied < length:
-        data = operating_system.read_at(source, min(COPY_LENGTH, length - copied), copied)
-        if not data:
-            raise ChangedMeanwhileError("the file became shorter while it was copied.", hint="Try again.")
-        view = memoryview(data)
-        while view:
-            written = operating_system.write_at(target, view, copied)
-            copied += written
-            view = view[written:]
-    return COPIED
 
 
 def _copy_in_kernel(source: int, target: int, length: int) -> int:
@@ -964,10 +790,7 @@ def _copy_in_kernel(source: int, target: int, length: int) -> int:
 
 
 def replace_external_material(
-    location: FileLocation,
-    old: bytes,
-    new: bytes,
-    check_parquet_file: Callable[[], None],
+    location: FileLocation, old: bytes, new: bytes, check_parquet_file: Callable[[], None]
 ) -> None:
     """Replace a key material file."""
 

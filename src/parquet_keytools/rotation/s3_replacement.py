@@ -133,10 +133,7 @@ def replace_object_tail(
     """Replace the tail of an object; see `replace_tail`.
 
     The new object consists of parts: those that the store copies from the old object, and the new tail. If the
-    data is smaller than the smallest part, the object is sent whole.
-
-    Returns:
-        How it was replaced, for people; bytes written; bytes copied by the store.
+    data is smaller than the smallest part, the object is sent whole. Returns the fields of a `ReplacedTail`.
     """
     found = find_object(location)
     if found.size_bytes != tail.size_bytes:
@@ -163,15 +160,7 @@ def replace_object(location: FileLocation, new: bytes, check: Callable[[], None]
 
 @dataclass(frozen=True)
 class S3Object:
-    """An object as it was found.
-
-    Attributes:
-        client: The client for further calls.
-        location: Where it is.
-        etag: Its ETag.
-        size_bytes: Its length.
-        headers: Its attributes and tags, as arguments for calls.
-    """
+    """An object as it was found; `headers` has its attributes and tags, as arguments for calls."""
 
     client: Any = field(repr=False)
     location: FileLocation
@@ -218,13 +207,9 @@ def put_object(found: S3Object, data: bytes) -> None:
 
 
 def put_beginning_and(found: S3Object, beginning: int, data: bytes, check: Callable[[], None]) -> None:
-    """Replace an object by one with the same beginning, which the store copies, and a new end.
+    """Replace an object by one with the same beginning, of `LEAST_PART_BYTES` or more, and a new end.
 
-    Args:
-        found: The object.
-        beginning: How many bytes the store copies; `LEAST_PART_BYTES` or more.
-        data: The new end.
-        check: Called after all uploads, before the new object replaces the old one.
+    The store copies the beginning. `check` is called after all uploads, before the old object is replaced.
     """
     client, place = found.client, found.place
     bounds = _part_bounds(beginning)

@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.conformance import verification
-from parquet_keytools.conformance.data_set import Member
 from parquet_keytools.conformance.file_keys import (
     FileNonces,
     Invocations,
@@ -45,7 +44,7 @@ from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.kms.client import KmsClient, RewrapRequest
 from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, RunOptions
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory, uses_of_left_out
-from parquet_keytools.rotation.rekeying import RekeyRequest, rekey_data_set
+from parquet_keytools.rotation.rekeying import Rekeying
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask
 from parquet_keytools.rotation.rotate import (
@@ -700,19 +699,26 @@ def rekey(
     with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         new_table_name, _ = job.configuration.select_table(table_name)
         files, _, others = _listed(job.root, follow_links=follow_links)
-        request = RekeyRequest(table_name=table_name, new_table_name=new_table_name, aad_prefix=aad_prefix)
         report = _Report(job)
-        rekey_one = partial(_rekey, request=request)
+        rekey_one = partial(_rekey, names=(table_name, new_table_name), aad_prefix=aad_prefix)
         report.map_files("rekey", rekey_one, files)
         report.add(others)
     return report.finished()
 
 
-def _rekey(worker: Worker, location: FileLocation, file: NamedFile, *, request: RekeyRequest) -> Outcome:
-    """Encrypt a file with new data keys."""
+def _rekey(
+    worker: Worker,
+    location: FileLocation,
+    file: NamedFile,
+    *,
+    names: tuple[str | None, str],
+    aad_prefix: str | bytes | None,
+) -> Outcome:
+    """Encrypt a file with new data keys; `names` has its table, and the table of the new file."""
     worker.keys.take_last_keys()
     try:
-        result = _result_of(rekey_data_set(worker.keys, worker.keys, location, request))
+        rekeying = Rekeying(worker.keys, worker.keys, *names, aad_prefix)
+        result = _result_of(rekeying.run(location, RunOptions()))
     except NotEncryptedError:
         # As on one machine: in a folder there is nothing to do for it.
         if not file.name:
@@ -843,10 +849,9 @@ def verify(
             data_set = verification.folder_report(
                 root,
                 [],
-                [Member(file.name, file.facts) for file in found],
+                [replace(file.facts, name=file.name) for file in found],
                 nonces,
                 left_out,
-                [],
                 part_count=part_count,
                 allow_plaintext=allow_plaintext,
             )

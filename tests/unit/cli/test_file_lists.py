@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parquet_keytools import Keytools
-from parquet_keytools.conformance.file_list import ListKeeper
+from parquet_keytools.conformance.data_set import ListKeeper
 from parquet_keytools.errors import KmsUnavailableError
 
 BOTH = pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from parquet_keytools.conformance.report import (
     Scope,
     Verdict,
 )
-from parquet_keytools.conformance.verification import RetrieverFinder
 from parquet_keytools.errors import KeyNotAvailableError
+from parquet_keytools.keys.key_wrapping import FileKeyRetriever
 from parquet_keytools.spark import map_files, pipelines
 from parquet_keytools.storage.locations import FileLocation
 
@@ -277,7 +277,7 @@ def refuse_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> NoReturn:
         raise KeyNotAvailableError("the KMS refuses.")
 
-    monkeypatch.setattr(RetrieverFinder, "footer_dek", refused)
+    monkeypatch.setattr(FileKeyRetriever, "footer_dek", refused)
 
 
 def overwrite_footer(path: Path) -> None:

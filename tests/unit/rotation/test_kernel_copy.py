@@ -1,4 +1,4 @@
-"""The data range copied by the operating system, in each way in which it may refuse."""
+"""The data of a rotated file copied by the operating system, in each way in which it may refuse."""
 
 from __future__ import annotations
 
@@ -8,43 +8,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rotation_case import TABLE, Case, data_range
 
-from parquet_keytools.errors import ChangedMeanwhileError
-from parquet_keytools.rotation.rotate import COPIED, COPIED_IN_KERNEL, copy_beginning
+from parquet_keytools.rotation.report import FileRotation, Outcome
 
-CONTENT = os.urandom(300_000)
-LENGTH = 250_001
-
-
-def copy(tmp_path: Path, length: int = LENGTH) -> tuple[str, bytes]:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.write_bytes(CONTENT)
-    target.write_bytes(b"")
-    with source.open("rb") as opened, target.open("r+b") as written:
-        how = copy_beginning(opened.fileno(), written.fileno(), length)
-    return how, target.read_bytes()
+IN_KERNEL, BY_HAND = "new tail, data copied in the kernel", "new tail, data copied"
 
 
-def refuse(code: int) -> Any:
-    def refused(*_: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    return refused
+def rotated(tmp_path: Path) -> FileRotation:
+    """Rotate a file; its data stays, and it can be read."""
+    case = Case.make(tmp_path, "keystore")
+    path = case.write()
+    data = data_range(path)
+    case.add_version()
+    (file,) = case.tools().rotate(path).files
+    assert data_range(path) == data and case.tools().read_table(path).equals(TABLE)
+    if file.outcome is Outcome.ROTATED:
+        in_kernel = len(data) if file.how == IN_KERNEL else 0
+        assert (file.bytes_copied, file.bytes_written) == (in_kernel, path.stat().st_size - in_kernel)
+    return file
 
 
 def test_in_the_kernel(tmp_path: Path) -> None:
-    how, content = copy(tmp_path)
-    assert how == COPIED_IN_KERNEL and content == CONTENT[:LENGTH]
+    assert rotated(tmp_path).how == IN_KERNEL
 
 
 def test_short_copies_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.copy_file_range
     monkeypatch.setattr(os, "copy_file_range", lambda s, t, n, a, b: original(s, t, min(n, 1000), a, b))
-    assert copy(tmp_path) == (COPIED_IN_KERNEL, CONTENT[:LENGTH])
+    assert rotated(tmp_path).how == IN_KERNEL
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP])
-@pytest.mark.parametrize("done", [0, 100_000])
+@pytest.mark.parametrize("done", [0, 100])
 def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, done: int) -> None:
     original = os.copy_file_range
 
@@ -54,16 +50,32 @@ def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, don
         return original(source, target, done - at, at, to)
 
     monkeypatch.setattr(os, "copy_file_range", some)
-    assert copy(tmp_path) == (COPIED, CONTENT[:LENGTH])
+    assert rotated(tmp_path).how == BY_HAND
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_errors_of_the_disk_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    monkeypatch.setattr(os, "copy_file_range", refuse(code))
-    with pytest.raises(OSError, match=os.strerror(code)):
-        copy(tmp_path)
+    def refused(*_: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "copy_file_range", refused)
+    file = rotated(tmp_path)
+    assert file.outcome is Outcome.FAILED and os.strerror(code).lower() in str(file.error).lower()
 
 
-def test_a_file_that_became_shorter(tmp_path: Path) -> None:
-    with pytest.raises(ChangedMeanwhileError):
-        copy(tmp_path, len(CONTENT) + 1)
+def test_a_file_that_became_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no damage: it gets another attempt, and is as another writer left it."""
+    case = Case.make(tmp_path, "keystore")
+    path = case.write()
+    newer = TABLE.slice(0, 1)
+    case.add_version()
+    attempts: list[int] = []
+
+    def refused(*_: Any) -> Any:
+        attempts.append(1)
+        case.write(table=newer)
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "copy_file_range", refused)
+    assert case.tools().rotate(path).counts == {Outcome.ALREADY_CURRENT: 1}
+    assert len(attempts) == 1 and case.tools().read_table(path).equals(newer)

@@ -112,7 +112,7 @@ def test_a_stored_prefix_is_believed_where_nobody_else_comes_to_read(
 
     keys: Any = SimpleNamespace(configuration=configured("tu"[:tables]), expected_aad_prefix=expected)
     location: Any = object()
-    opens = plan is not None and plan.opens_to_others
+    opens = plan is not None and bool(plan.moves)
     found = prefix_of(keys, table, given, opens_to_others=opens)(location, stored)
     assert (found == b"expected") is is_asked
     assert asked == ([(location, table, given, stored)] if is_asked else [])

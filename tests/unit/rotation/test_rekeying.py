@@ -78,7 +78,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
     """What was read of two files fails in any way: that is no failure of either."""
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
-    original, turns = getattr(rekeying._Rekeying, moment), []
+    original, turns = getattr(rekeying.Rekeying, moment), []
 
     def replaced_meanwhile(*arguments: Any, **options: Any) -> Any:
         turns.append(1)
@@ -87,7 +87,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
             raise error
         return original(*arguments, **options)
 
-    monkeypatch.setattr(rekeying._Rekeying, moment, replaced_meanwhile)
+    monkeypatch.setattr(rekeying.Rekeying, moment, replaced_meanwhile)
     (file,) = case.tools().rekey_in_place(path).files
     assert len(turns) == 2 and names(case.folder) == ["x.parquet"]
     assert case.tools().read_table(path).equals(TABLE.slice(0, 10))

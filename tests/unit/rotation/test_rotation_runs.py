@@ -24,8 +24,6 @@ from parquet_keytools.errors import (
     StorageFailedError,
 )
 from parquet_keytools.keys import key_wrapping as file_key_retriever
-from parquet_keytools.keys.key_wrapping import DataKeys
-from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation import file_keys, rotate
 from parquet_keytools.rotation.report import FileRotation, KmsCalls, Outcome
@@ -336,13 +334,13 @@ def test_many_threads_rotate_and_read(tmp_path: Path, key_material: str) -> None
 def test_a_file_that_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(tmp_path, 2)
     case.add_version()
-    read = file_keys.read_file_keys
+    read = file_keys.read_tail
 
-    def remove_first(location: FileLocation, data_keys: DataKeys, kms: KmsClient | None) -> Any:
+    def remove_first(location: FileLocation) -> Any:
         (case.folder / "000.parquet").unlink(missing_ok=True)
-        return read(location, data_keys, kms)
+        return read(location)
 
-    monkeypatch.setattr(file_keys, "read_file_keys", remove_first)
+    monkeypatch.setattr(file_keys, "read_tail", remove_first)
     report = case.tools().rotate(case.folder)
     assert report.counts == Counter({Outcome.NOTHING_TO_ROTATE: 1, Outcome.ROTATED: 1}) and report.succeeded
 
