@@ -303,11 +303,11 @@ def _named_kms_settings(
 
 def _one_kms_settings(document: dict[str, Any], path: YamlPath) -> tuple[KmsSettings, list[Mistake]]:
     broken = KmsSettings(type="unknown")
-    name, known = document.get("type"), known_names()
+    name = document.get("type")
     if not isinstance(name, str):
-        return broken, [Mistake((*path, "type"), "the name of a KMS client is required.", one_of(known))]
+        return broken, [Mistake((*path, "type"), "the name of a KMS client is required.", one_of(known_names()))]
     if not is_known(name):
-        hint = did_you_mean(name, known) or one_of(known)
+        hint = did_you_mean(name, known_names()) or one_of(known_names())
         return broken, [Mistake((*path, "type"), "there is no KMS client with this name.", hint)]
     try:
         settings = client_class(name).Settings

@@ -5,13 +5,10 @@ Instances are frozen, so threads may share them.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import itertools
 import re
 import shlex
 import string
-import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -168,11 +165,12 @@ KeyLength = Annotated[Literal[128, 192, 256], BeforeValidator(_checked_whole_num
 class ClassSettings(StrictSettings):
     """How columns with a label are protected: an entry under `classes`."""
 
-    key: KeyName | None
-    """Name of the key of these columns; null, or `plaintext`, for none."""
-    denied: Literal["hash"] | None = None
-    """`hash` shows readers with this configuration digests instead of the values of columns with this label, and
-    of all columns under this key."""
+    key: KeyName | None = Field(description="Name of the key of these columns; null, or `plaintext`, for none.")
+    denied: Literal["hash"] | None = Field(
+        default=None,
+        description="`hash` shows readers with this configuration digests instead of the values of columns with "
+        "this label, and of all columns under this key.",
+    )
 
 
 Class = Annotated[
@@ -187,19 +185,22 @@ Class = Annotated[
 class FieldMetadata(StrictSettings):
     """Where labels are in the metadata of Arrow and Spark fields."""
 
-    field: Text = "class"
-    """The name of the metadata entry that holds the label."""
+    field: Text = Field(default="class", description="The name of the metadata entry that holds the label.")
 
 
 class IcebergLabels(StrictSettings):
     """Where labels are in Iceberg tables, and which keys these may be under."""
 
-    field: Text = "class"
-    """The name of the label in docs of fields, as in `[class: pii]`, and in properties of the table, as in
-    `class.email = pii`."""
-    keys: tuple[KeyName, ...] = ()
-    """Names of keys that the table may be under instead of the keys of its columns' classes. Its files are
-    encrypted whole: a table with columns of several classes needs one."""
+    field: Text = Field(
+        default="class",
+        description="The name of the label in docs of fields, as in `[class: pii]`, and in properties of the "
+        "table, as in `class.email = pii`.",
+    )
+    keys: tuple[KeyName, ...] = Field(
+        default=(),
+        description="Names of keys that the table may be under instead of the keys of its columns' classes. Its "
+        "files are encrypted whole: a table with columns of several classes needs one.",
+    )
 
 
 _KINDS = ("arrow", "iceberg", "dbt", "contract", "csv", "columns")
@@ -208,26 +209,32 @@ _KINDS = ("arrow", "iceberg", "dbt", "contract", "csv", "columns")
 class LabelSource(StrictSettings):
     """One place that labels of columns come from: an entry under `labels_from`. It has one kind."""
 
-    arrow: FieldMetadata | None = None
-    """The metadata of the fields of Arrow and Spark schemas. Such labels give keys to columns, and take none
-    away."""
-    iceberg: IcebergLabels | None = None
-    """Docs of fields, and properties, of the Iceberg table with the table's name. Such labels give keys to
-    columns, and take none away."""
-    dbt: Text | None = None
-    """Path of dbt's manifest.json: meta and tags of columns."""
-    contract: Text | None = None
-    """Path of a contract of the Open Data Contract Standard: classification and tags."""
-    csv: Text | None = None
-    """Path of a CSV file with the header `column,class`."""
-    columns: dict[Text, Text] | None = None
-    """Dotted path of a column -> label."""
-    name: Text | None = None
-    """Name of the dbt model, of the contract's schema, or of the Iceberg table; by default, of the table."""
-    field: Text = "class"
-    """The name of the entry of dbt's meta that holds the label."""
-    places: dict[Text, Text] = Field(default={})
-    """Dotted path of a column under columns -> where the label was found, for errors."""
+    arrow: FieldMetadata | None = Field(
+        default=None,
+        description="The metadata of the fields of Arrow and Spark schemas. Such labels give keys to columns, and "
+        "take none away.",
+    )
+    iceberg: IcebergLabels | None = Field(
+        default=None,
+        description="Docs of fields, and properties, of the Iceberg table with the table's name. Such labels give "
+        "keys to columns, and take none away.",
+    )
+    dbt: Text | None = Field(default=None, description="Path of dbt's manifest.json: meta and tags of columns.")
+    contract: Text | None = Field(
+        default=None,
+        description="Path of a contract of the Open Data Contract Standard: classification and tags.",
+    )
+    csv: Text | None = Field(default=None, description="Path of a CSV file with the header `column,class`.")
+    columns: dict[Text, Text] | None = Field(default=None, description="Dotted path of a column -> label.")
+    name: Text | None = Field(
+        default=None,
+        description="Name of the dbt model, of the contract's schema, or of the Iceberg table; by default, of the "
+        "table.",
+    )
+    field: Text = Field(default="class", description="The name of the entry of dbt's meta that holds the label.")
+    places: dict[Text, Text] = Field(
+        default={}, description="Dotted path of a column under columns -> where the label was found, for errors."
+    )
 
     @property
     def kind(self) -> str:
@@ -265,71 +272,101 @@ class KeyValueSettings(StrictSettings):
         description="`partition`: folders such as `tenant=acme` in the path of each file. `argument`: the caller, "
         "with key_values= or --set. `column`: the column of this name, which has one value in each file.",
     )
-    pattern: Annotated[str, Field(min_length=1), AfterValidator(_checked_pattern)]
-    """A regular expression that matches the whole of each allowed value."""
+    pattern: Annotated[str, Field(min_length=1), AfterValidator(_checked_pattern)] = Field(
+        description="A regular expression that matches the whole of each allowed value."
+    )
 
 
 class TableSettings(StrictSettings):
     """The encryption settings of one table: an entry under `tables`."""
 
-    footer_key: KeyName
-    """Name of the master key, or data key, of the footer."""
-    column_keys: dict[KeyName, Annotated[tuple[Text, ...], Field(min_length=1)]] = Field(default={})
-    """Name of a key -> the columns that it encrypts: dotted paths of leaf columns, parents of nested columns, or
-    globs with * and ?."""
-    key_values: dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")], KeyValueSettings] = Field(
-        default={}
+    footer_key: KeyName = Field(description="Name of the master key, or data key, of the footer.")
+    column_keys: dict[KeyName, Annotated[tuple[Text, ...], Field(min_length=1)]] = Field(
+        default={},
+        description="Name of a key -> the columns that it encrypts: dotted paths of leaf columns, parents of "
+        "nested columns, or globs with * and ?.",
     )
-    """Placeholder in names of this table's keys, such as `tenant` in `tenant-{tenant}` -> where its value comes
-    from. Each value has a master key of its own."""
-    also_trusted: tuple[KeyName, ...] = ()
-    """Names of keys that existing files of this table may use instead of any key of the table, such as keys from
-    before a change of the table. New files do not use them."""
-    hash_key: KeyName | None = None
-    """Name under hash_keys of the secret for digests of this table's columns, for readers with `denied_columns:
-    hash`. Equal values have equal digests in all tables with the same secret."""
-    shown_columns: tuple[Text, ...] = ()
-    """Columns under column_keys whose values readers with `denied_columns: hash` see instead of digests: dotted
-    paths, parents, or globs."""
-    unlisted_columns: Literal["plaintext", "footer_key", "error"] = "error"
-    """How to treat columns that no key lists: refuse to write until each is under column_keys or
-    plaintext_columns, leave them in plaintext, or encrypt them with the footer's key."""
-    plaintext_columns: tuple[Text, ...] = ()
-    """Columns that stay plaintext: dotted paths, parents, or globs."""
-    labels_from: tuple[LabelSource, ...] = ()
-    """Where labels of columns come from, in the order in which they are consulted; a class under classes says what
-    a label means. column_keys overrides labels."""
-    unlabelled: Text | None = None
-    """How to treat columns without a label that column_keys does not list: `error`, the default, or a class."""
-    plaintext_footer: StrictBool = False
-    """Sign the footer instead of encrypting it: tools without keys then read the schema and the plaintext
-    columns."""
-    plaintext_footer_key_values: Literal["drop", "refuse"] = "drop"
-    """With plaintext_footer, how to treat key-value metadata that may hold values of encrypted columns (pandas,
-    geo, and every key that is not known to describe the schema only): drop it with a warning, or refuse the
-    file."""
-    plaintext_footer_keys: tuple[Text, ...] = ()
-    """Keys of key-value metadata that a plaintext footer shows with their full values."""
-    algorithm: Literal["AES_GCM_V1", "AES_GCM_CTR_V1"] = "AES_GCM_V1"
-    """AES_GCM_CTR_V1 does not authenticate page data: changes go undetected."""
+    key_values: dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")], KeyValueSettings] = Field(
+        default={},
+        description="Placeholder in names of this table's keys, such as `tenant` in `tenant-{tenant}` -> where "
+        "its value comes from. Each value has a master key of its own.",
+    )
+    also_trusted: tuple[KeyName, ...] = Field(
+        default=(),
+        description="Names of keys that existing files of this table may use instead of any key of the table, "
+        "such as keys from before a change of the table. New files do not use them.",
+    )
+    hash_key: KeyName | None = Field(
+        default=None,
+        description="Name under hash_keys of the secret for digests of this table's columns, for readers with "
+        "`denied_columns: hash`. Equal values have equal digests in all tables with the same secret.",
+    )
+    shown_columns: tuple[Text, ...] = Field(
+        default=(),
+        description="Columns under column_keys whose values readers with `denied_columns: hash` see instead of "
+        "digests: dotted paths, parents, or globs.",
+    )
+    unlisted_columns: Literal["plaintext", "footer_key", "error"] = Field(
+        default="error",
+        description="How to treat columns that no key lists: refuse to write until each is under column_keys or "
+        "plaintext_columns, leave them in plaintext, or encrypt them with the footer's key.",
+    )
+    plaintext_columns: tuple[Text, ...] = Field(
+        default=(),
+        description="Columns that stay plaintext: dotted paths, parents, or globs.",
+    )
+    labels_from: tuple[LabelSource, ...] = Field(
+        default=(),
+        description="Where labels of columns come from, in the order in which they are consulted; a class under "
+        "classes says what a label means. column_keys overrides labels.",
+    )
+    unlabelled: Text | None = Field(
+        default=None,
+        description="How to treat columns without a label that column_keys does not list: `error`, the default, "
+        "or a class.",
+    )
+    plaintext_footer: StrictBool = Field(
+        default=False,
+        description="Sign the footer instead of encrypting it: tools without keys then read the schema and "
+        "the plaintext columns.",
+    )
+    plaintext_footer_key_values: Literal["drop", "refuse"] = Field(
+        default="drop",
+        description="With plaintext_footer, how to treat key-value metadata that may hold values of encrypted "
+        "columns (pandas, geo, and every key that is not known to describe the schema only): drop it with a "
+        "warning, or refuse the file.",
+    )
+    plaintext_footer_keys: tuple[Text, ...] = Field(
+        default=(), description="Keys of key-value metadata that a plaintext footer shows with their full values."
+    )
+    algorithm: Literal["AES_GCM_V1", "AES_GCM_CTR_V1"] = Field(
+        default="AES_GCM_V1", description="AES_GCM_CTR_V1 does not authenticate page data: changes go undetected."
+    )
     # The default matches pyarrow, whose KEKs always have 128 bits. AES-128 is not weak; 256 bits serve users whose
     # rules demand them.
-    data_key_length_bits: KeyLength = 128
-    """Length of the DEKs, in bits."""
-    kek_length_bits: KeyLength | None = None
-    """Length of the KEKs, in bits; by default, the length of the DEKs."""
-    double_wrapping: StrictBool = True
-    """Wrap DEKs with KEKs, and only KEKs with master keys, which needs far fewer KMS calls."""
-    key_material: Literal["internal", "external"] = "internal"
-    """Where to store key material: in the Parquet file, or in a JSON file beside it."""
-    aad_prefix: AadPrefixTemplate | None = None
-    """AAD prefix, which ties a file to its name: text with the placeholders {file_name} and {table_name}, or
-    `base64:` and base64 of bytes. In the file it ends with NUL."""
-    store_aad_prefix: StrictBool = True
-    """Store the AAD prefix in the file; otherwise, readers must supply it."""
-    cache_lifetime_seconds: Seconds = 600
-    """How long KEKs for writing are kept, in seconds; 0 keeps none."""
-
+    data_key_length_bits: KeyLength = Field(default=128, description="Length of the DEKs, in bits.")
+    kek_length_bits: KeyLength | None = Field(
+        default=None, description="Length of the KEKs, in bits; by default, the length of the DEKs."
+    )
+    double_wrapping: StrictBool = Field(
+        default=True,
+        description="Wrap DEKs with KEKs, and only KEKs with master keys, which needs far fewer KMS calls.",
+    )
+    key_material: Literal["internal", "external"] = Field(
+        default="internal",
+        description="Where to store key material: in the Parquet file, or in a JSON file beside it.",
+    )
+    aad_prefix: AadPrefixTemplate | None = Field(
+        default=None,
+        description="AAD prefix, which ties a file to its name: text with the placeholders {file_name} and "
+        "{table_name}, or `base64:` and base64 of bytes. In the file it ends with NUL.",
+    )
+    store_aad_prefix: StrictBool = Field(
+        default=True, description="Store the AAD prefix in the file; otherwise, readers must supply it."
+    )
+    cache_lifetime_seconds: Seconds = Field(
+        default=600, description="How long KEKs for writing are kept, in seconds; 0 keeps none."
+    )
     _labels: Labels = PrivateAttr(default_factory=Labels)
 
     @property
@@ -431,62 +468,77 @@ class TableSettings(StrictSettings):
 class KeysWithoutMetadata(StrictSettings):
     """Data keys for files without key metadata."""
 
-    footer: KeyName | None = None
-    """Name of the data key of the footer."""
-    columns: dict[Text, KeyName] = Field(default={})
-    """Dotted path of a column -> name of its data key."""
+    footer: KeyName | None = Field(default=None, description="Name of the data key of the footer.")
+    columns: dict[Text, KeyName] = Field(
+        default={}, description="Dotted path of a column -> name of its data key."
+    )
 
 
 class HashKeySettings(StrictSettings):
     """The secret for digests that replace values, wrapped by a master key."""
 
-    master_key: KeyName
-    """Name of the master key that wraps the secret."""
-    wrapped_key: Text
-    """The secret of 32 bytes, wrapped by the KMS; `parquet-keytools hash-key` makes it."""
+    master_key: KeyName = Field(description="Name of the master key that wraps the secret.")
+    wrapped_key: Text = Field(
+        description="The secret of 32 bytes, wrapped by the KMS; `parquet-keytools hash-key` makes it."
+    )
 
 
 class ReadingSettings(StrictSettings):
     """Settings for reading files."""
 
-    plaintext_files: Literal["reject", "allow"] = "reject"
-    """How to treat a plaintext file in place of an encrypted file: an attacker may have replaced it."""
-    ctr_files: Literal["allow", "reject"] = "allow"
-    """How to treat files encrypted with AES_GCM_CTR_V1, whose page data is not authenticated."""
-    reused_encryption_properties: Literal["reject", "allow"] = "reject"
-    """How to treat files of one folder that share data keys and file unique: copies, and files that pyarrow wrote
-    with the same encryption properties."""
-    denied_columns: DeniedColumns = "error"
-    """How to treat columns whose keys the KMS refuses: raise an error when they are read, leave them out, or show
-    nulls. Any other failure is always an error. With hash, refused columns are an error, and the other columns
-    under column_keys are shown as keyed digests of their values."""
-    file_unique_lengths: Literal["exact", "any"] = "exact"
-    """Length of the file unique where an AAD prefix is expected: exactly 8 bytes, or any length, for files of
-    other writers. With any, a table's prefix must not be the beginning of another prefix."""
-    max_footer_bytes: Annotated[int, Field(strict=True, gt=0)] = 64 * 1024 * 1024
-    """Length of the longest footer that is read, in bytes. A reader holds a footer in memory, and anyone who can
-    write to the storage can write one."""
-    cache_lifetime_seconds: Seconds = 600
-    """How long unwrapped KEKs are kept for reading, in seconds; 0 keeps none."""
-    keys_without_metadata: KeysWithoutMetadata = KeysWithoutMetadata()
-    """Data keys for files that carry no key metadata."""
+    plaintext_files: Literal["reject", "allow"] = Field(
+        default="reject",
+        description="How to treat a plaintext file in place of an encrypted file: an attacker may have "
+        "replaced it.",
+    )
+    ctr_files: Literal["allow", "reject"] = Field(
+        default="allow",
+        description="How to treat files encrypted with AES_GCM_CTR_V1, whose page data is not authenticated.",
+    )
+    reused_encryption_properties: Literal["reject", "allow"] = Field(
+        default="reject",
+        description="How to treat files of one folder that share data keys and file unique: copies, and files "
+        "that pyarrow wrote with the same encryption properties.",
+    )
+    denied_columns: DeniedColumns = Field(
+        default="error",
+        description="How to treat columns whose keys the KMS refuses: raise an error when they are read, leave "
+        "them out, or show nulls. Any other failure is always an error. With hash, refused columns are an error, "
+        "and the other columns under column_keys are shown as keyed digests of their values.",
+    )
+    file_unique_lengths: Literal["exact", "any"] = Field(
+        default="exact",
+        description="Length of the file unique where an AAD prefix is expected: exactly 8 bytes, or any length, "
+        "for files of other writers. With any, a table's prefix must not be the beginning of another prefix.",
+    )
+    max_footer_bytes: Annotated[int, Field(strict=True, gt=0)] = Field(
+        default=64 * 1024 * 1024,
+        description="Length of the longest footer that is read, in bytes. A reader holds a footer in memory, and "
+        "anyone who can write to the storage can write one.",
+    )
+    cache_lifetime_seconds: Seconds = Field(
+        default=600, description="How long unwrapped KEKs are kept for reading, in seconds; 0 keeps none."
+    )
+    keys_without_metadata: KeysWithoutMetadata = Field(
+        default=KeysWithoutMetadata(), description="Data keys for files that carry no key metadata."
+    )
 
 
 class RotationSettings(StrictSettings):
     """Defaults for rotations."""
 
-    moves: dict[KeyName, KeyName] = Field(default={})
-    """Name of a master key -> master key that replaces it. Keys under other master keys are then not
-    re-wrapped."""
+    moves: dict[KeyName, KeyName] = Field(
+        default={},
+        description="Name of a master key -> master key that replaces it. Keys under other master "
+        "keys are then not re-wrapped.",
+    )
 
 
 class NamedMasterKey(StrictSettings):
     """A master key in one of several KMSs: an entry under `master_keys`."""
 
-    kms: Text
-    """Name of the KMS under kms."""
-    id: KeyName
-    """Identifier of the master key in this KMS."""
+    kms: Text = Field(description="Name of the KMS under kms.")
+    id: KeyName = Field(description="Identifier of the master key in this KMS.")
 
 
 MasterKey = Annotated[
@@ -502,25 +554,29 @@ class Configuration(StrictSettings):
     secrets from the file again.
     """
 
-    version: Version
-    """Version of the configuration format."""
-    kms: SerializeAsAny[KmsSettings] | None = None
-    """The KMS that holds the master keys; or name -> KMS where there are several, and `default`, the name of the
-    KMS of master keys and files that name none."""
-    master_keys: dict[KeyName, MasterKey] = Field(default={})
-    """Name of a master key -> its identifier in the KMS, where they differ; with several KMSs, `{kms: ..., id:
-    ...}`."""
-    data_keys: dict[KeyName, DataKey] = Field(default={})
-    """Data keys that the caller manages: name -> base64 of 16, 24 or 32 bytes."""
-    hash_keys: dict[KeyName, HashKeySettings] = Field(default={})
-    """Name -> secret for digests; tables name it as their hash_key."""
-    classes: dict[Text, Class] = Field(default={})
-    """Name of a class of columns, which labels name -> its key, or plaintext."""
-    tables: dict[Text, TableSettings] = Field(default={})
-    """Name of a table -> its settings."""
+    version: Version = Field(description="Version of the configuration format.")
+    kms: SerializeAsAny[KmsSettings] | None = Field(
+        default=None,
+        description="The KMS that holds the master keys; or name -> KMS where there are several, and `default`, "
+        "the name of the KMS of master keys and files that name none.",
+    )
+    master_keys: dict[KeyName, MasterKey] = Field(
+        default={},
+        description="Name of a master key -> its identifier in the KMS, where they differ; with several KMSs, "
+        "`{kms: ..., id: ...}`.",
+    )
+    data_keys: dict[KeyName, DataKey] = Field(
+        default={}, description="Data keys that the caller manages: name -> base64 of 16, 24 or 32 bytes."
+    )
+    hash_keys: dict[KeyName, HashKeySettings] = Field(
+        default={}, description="Name -> secret for digests; tables name it as their hash_key."
+    )
+    classes: dict[Text, Class] = Field(
+        default={}, description="Name of a class of columns, which labels name -> its key, or plaintext."
+    )
+    tables: dict[Text, TableSettings] = Field(default={}, description="Name of a table -> its settings.")
     reading: ReadingSettings = ReadingSettings()
     rotation: RotationSettings = RotationSettings()
-
     _source: DocumentSource | None = PrivateAttr(default=None)
 
     @property
@@ -670,7 +726,8 @@ class Configuration(StrictSettings):
             uses += [(("tables", table_name, *path), name, "") for path, name in table.key_names()]
         for name, hash_key in self.hash_keys.items():
             use = ("hash_keys", name, "master_key")
-            uses.append((use, hash_key.master_key, "master keys wrap secrets of digests."))
+            if self.kms is not None:
+                uses.append((use, hash_key.master_key, "master keys wrap secrets of digests."))
         moves = self.rotation.moves
         for old, new in moves.items():
             uses += [(("rotation", "moves", old), n, "a rotation moves between master keys.") for n in (old, new)]
@@ -948,31 +1005,12 @@ def configuration_json_schema() -> dict[str, Any]:
         [(Configuration, "validation"), *((model, "validation") for model in settings.values())]
     )
     definitions: dict[str, Any] = shared["$defs"]
-    for class_name, descriptions in _descriptions():
-        properties = definitions[class_name]["properties"]
-        for name, description in descriptions.items():
-            properties[name] = dict(sorted({**properties[name], "description": description}.items()))
     schema = definitions.pop("Configuration")
     definitions["Kms"] = _kms_schema({name: references[model, "validation"] for name, model in settings.items()})
     schema["properties"]["kms"] = _kmss_schema(description=schema["properties"]["kms"]["description"])
     for name in ("KmsSettings", "NamedKmsSettings"):
         definitions.pop(name, None)
     return {"$schema": DIALECT, **schema, **_ABOUT, "$defs": definitions}
-
-
-def _descriptions() -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the name of each class of settings, and the docstrings under its fields.
-
-    `use_attribute_docstrings` of pydantic would read them at each import.
-    """
-    for node in ast.parse(inspect.getsource(sys.modules[__name__])).body:
-        if isinstance(node, ast.ClassDef) and issubclass(globals()[node.name], StrictSettings):
-            found: dict[str, str] = {}
-            for field, doc in itertools.pairwise(node.body):
-                if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
-                    assert isinstance(field.target, ast.Name) and isinstance(doc.value, ast.Constant)
-                    found[field.target.id] = " ".join(str(doc.value.value).split())
-            yield node.name, found
 
 
 def _installed_settings() -> dict[str, type[KmsSettings]]:

@@ -100,10 +100,11 @@ def open_as_stored(file_io_of: Callable[[str], FileIO], location: str, mapping: 
     except (ValueError, TypeError, AttributeError, ImportError, pa.ArrowException) as error:
         # A scheme that PyIceberg does not know, a library that is not installed, an invalid name.
         failure = f"{type(error).__name__}: {error}"[:300]
-        raise ParquetFormatError(
-            f"{location[:200]} cannot be opened ({failure}).",
-            hint=f"Check the location, and {MAPPING_PROPERTY}; the metadata file may have been changed.",
-        ) from None
+    # Outside the handler: the library's error would stay with this one, uncut.
+    raise ParquetFormatError(
+        f"{location[:200]} cannot be opened ({failure}).",
+        hint=f"Check the location, and {MAPPING_PROPERTY}; the metadata file may have been changed.",
+    )
 
 
 def check_length(length: int, key: StandardKeyMetadata, listed_length: int | None, name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3 import Timeout
-from urllib3.exceptions import HTTPError, ReadTimeoutError
+from urllib3.exceptions import HTTPError, LocationValueError, ReadTimeoutError
 
 from parquet_keytools.errors import KmsResponseInvalidError
 from parquet_keytools.kms.transport import retry_after_seconds
@@ -80,5 +80,7 @@ def send(
             return Answer(response.status_code, response.headers, bytes(body))
     except (requests.Timeout, ReadTimeoutError):
         raise TimeoutError from None
+    except LocationValueError:
+        raise  # The host in a setting is not valid: to wait for it does not help.
     except HTTPError as error:
         raise requests.ConnectionError(type(error).__name__) from None

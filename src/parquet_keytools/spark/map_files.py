@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import re
+import threading
 import time
 import uuid
 import zlib
@@ -367,7 +368,7 @@ class WorkerKeyService(KeyService):
 
     def __init__(self, configuration: Configuration, kms: KmsClient | None) -> None:
         super().__init__(configuration, kms, time.monotonic)
-        self._last: NewFileKeys | None = None
+        self._last = threading.local()
 
     def clear_caches(self) -> None:
         """Do nothing: caches are new with each job, and are for all of its files."""
@@ -376,12 +377,14 @@ class WorkerKeyService(KeyService):
         self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
     ) -> NewFileKeys:
         """Make the keys of a new file; see `KeyService.new_file_keys`."""
-        self._last = super().new_file_keys(policy, location, reference_suffix)
-        return self._last
+        new = super().new_file_keys(policy, location, reference_suffix)
+        self._last.keys = new
+        return new
 
     def take_last_keys(self) -> list[dict[str, Any]]:
-        """Return the master keys of the last new file, with versions and numbers of keys, and forget them."""
-        new, self._last = self._last, None
+        """Return the master keys of this thread's last new file, with versions and numbers of keys."""
+        new: NewFileKeys | None = getattr(self._last, "keys", None)
+        self._last.keys = None
         if new is None or self.kms is None:
             return []
         counts: Counter[tuple[str, str | None]] = Counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import base64
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -27,8 +26,6 @@ from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.kms.client import KmsClient, KmsSettings, WrapRequest
 from parquet_keytools.runtime.presentation import expanded, install_hint
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.storage.outputs import write_whole
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -398,17 +395,23 @@ def build_jar(path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigurationError: There is no Java or no Spark here, or the classes do not compile with this Spark.
     """
-    content = io.BytesIO()
-    with tempfile.TemporaryDirectory(prefix="parquet-keytools-") as name, zipfile.ZipFile(content, "w") as jar:
+    target = Path(path)
+    with tempfile.TemporaryDirectory(prefix="parquet-keytools-") as name:
         classes = Path(name)
         _compile(_spark_jars(), classes)
-        for file in sorted((classes / _PACKAGE).rglob("*.class")):
-            # With fixed times, the same classes give the same jar.
-            entry = zipfile.ZipInfo(file.relative_to(classes).as_posix())
-            jar.writestr(entry, file.read_bytes(), zipfile.ZIP_DEFLATED)
-    # Two sessions that start together both find a whole jar.
-    write_whole(FileLocation.resolve(path), content.getvalue())
-    return Path(path)
+        # Made beside it, for this user alone, and moved: two sessions that start together both find a whole jar.
+        handle, pending = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as jar:
+                for file in sorted((classes / _PACKAGE).rglob("*.class")):
+                    # With fixed times, the same classes give the same jar.
+                    entry = zipfile.ZipInfo(file.relative_to(classes).as_posix())
+                    jar.writestr(entry, file.read_bytes(), zipfile.ZIP_DEFLATED)
+            Path(pending).replace(target)
+        except BaseException:
+            Path(pending).unlink()
+            raise
+    return target
 
 
 def cached_jar() -> Path:
