@@ -188,6 +188,14 @@ def test_a_column_of_another_case_beside_a_protected_one(tmp_path: Path) -> None
         assert nothing_named(tmp_path / "d")
 
 
+def test_a_struct_with_a_name_like_a_pattern(tmp_path: Path) -> None:
+    """Its part is listed, and so its values may not name folders."""
+    table = {"footer_key": "kf", "column_keys": {"kf": ["v?.b"]}, "unlisted_columns": "footer_key"}
+    with pytest.raises(ConfigurationError, match=r"'v\?'"):
+        keytools(table).filesystem().mkdir(str(tmp_path / "d" / "v?=a"))
+    assert nothing_named(tmp_path / "d")
+
+
 def test_what_could_not_be_opened_is_not_written(tmp_path: Path) -> None:
     """A column under the footer key may name folders, but not if the files have it, too."""
     tools = keytools({"footer_key": "footer", "unlisted_columns": "footer_key"})

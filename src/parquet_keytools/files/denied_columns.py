@@ -235,8 +235,8 @@ def _arrow_schema(
     metadata = schema.metadata
     if denied and metadata:
         # It has the same entries as the file.
-        entries = {key.decode(): value.decode() for key, value in metadata.items()}
-        entries.pop(ARROW_SCHEMA_KEY, None)
+        schema_key = ARROW_SCHEMA_KEY.encode()
+        entries = {key.decode(): value.decode() for key, value in metadata.items() if key != schema_key}
         found = {key: _shown(key, value, shown, frozenset(), denied) for key, value in entries.items()}
         metadata = {key: value for key, value in found.items() if value is not None}
     return base64.b64encode(pa.schema(fields, metadata).serialize()).decode()

@@ -205,14 +205,13 @@ class TableCheck:
 
     @functools.cached_property
     def listed(self) -> dict[str, str]:
-        """Folded names of columns and their parents that `column_keys` lists without globs -> name of the key."""
+        """Folded names and patterns of `column_keys`, and their parents -> name of the key."""
         found: dict[str, str] = {}
         for key_name, patterns in self._column_keys:
             for pattern in patterns:
                 parts = pattern.split(".")
                 for name in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):
-                    if not WILDCARD.search(name):
-                        found.setdefault(_folded(name), key_name)
+                    found.setdefault(_folded(name), key_name)
         return found
 
     def refuse_folder_names(self, paths: Iterable[str], *, is_planned: bool = False) -> None:
@@ -380,7 +379,8 @@ def protected_names(
     folded = {name: _folded(name) for name in names}
     if not folded:
         return {}
-    columns = {} if table_check is None else dict.fromkeys(table_check.listed, "")
+    listed = () if table_check is None else table_check.listed
+    columns = dict.fromkeys((name for name in listed if not WILDCARD.search(name)), "")
     for leaf in protected:
         for length in range(1, len(leaf) + 1):
             name = ".".join(leaf[:length])

@@ -567,6 +567,9 @@ class FolderLister:
                 infos = self._filesystem.get_file_info(pafs.FileSelector(listing.path))
         except Exception as error:
             listing.error = store_error(error, listing.path)
+            if isinstance(listing.error, FileNotFoundError) and not isinstance(error, FileNotFoundError):
+                # A library's error with this number need not say that the folder is gone.
+                listing.error = _odd(listing.error.strerror or type(error).__name__, listing.path, errno.EIO)
             return
         for info in infos:
             path = info.path.rstrip("/")

@@ -318,12 +318,12 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if not is_utf8(text):
             raise OSError(errno.EILSEQ, "this name is not valid UTF-8: rename it", escaped_path(text))
         location = self._root.child("/".join(parts)) if parts else self._root
-        is_within = True
-        if self._root.is_local and location != self._root:
+        is_within = ".." not in parts and "\0" not in text
+        if is_within and self._root.is_local and location != self._root:
             path_below = Path(location.path)
             leads_to = os.path.realpath(path_below if follows_link else path_below.parent)
             is_within = Path(leads_to).is_relative_to(os.path.realpath(self._root.path))
-        if ".." in parts or "\0" in text or not is_within:
+        if not is_within:
             raise PermissionError(f"{path!r} is outside of {self._root}")
         return location
 
@@ -425,12 +425,12 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def ukey(self, path: str) -> str:
         """Return a text that changes with a file, for fsspec's caches."""
-        location = self._location(path)
+        key, location = super().ukey(path), self._location(path)
         below: Any = fsspec_of(location.filesystem)
         more: object = None if below is None else below.ukey(location.path)
-        if location.is_local:
+        if location.is_local and not self._made.is_promised(location.path):
             more = state_of_local(location.path)  # It differs even within the same moment.
-        return f"{super().ukey(path)}-{more}"
+        return f"{key}-{more}"
 
     def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
         """Create a folder, a partition folder (`name=value`) together with the first file that is opened in it.

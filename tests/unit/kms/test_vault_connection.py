@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from parquet_keytools.kms.vault import (
     NOT_JSON,
     TOKEN_DEAD,
     TOKEN_UNKNOWN,
+    VaultKms,
     VaultRefusal,
     VaultServer,
     VaultSettings,
@@ -51,6 +53,14 @@ def test_nothing_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         assert used["proxies"] == (proxies and {"http": proxies, "https": proxies})
         sent = session.prepare_request(requests.Request("GET", "https://vault.example:8200/v1"))
         assert "Authorization" not in sent.headers
+
+
+@pytest.mark.parametrize(
+    "given", [{"url": "https://vault..example:8200"}, {"proxy": "http://proxy..example:1"}], ids=str
+)
+def test_a_host_that_cannot_exist_is_not_waited_for(given: dict[str, str]) -> None:
+    with contextlib.closing(VaultKms(settings(**given))) as kms, pytest.raises(KmsResponseInvalidError):
+        kms.describe("one")
 
 
 class Body(io.BytesIO):

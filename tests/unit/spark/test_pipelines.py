@@ -422,6 +422,7 @@ def test_attempts_to_encrypt_the_same_files_all_end_well(
         write_plain(source, f"x={number % 2}/part-{number}.parquet")
     report = pipelines.encrypt(no_spark(1, attempts=4), source, target, config, **options)
     assert report.succeeded, list(report.failures())
+    assert all(row["keys"] for row in report.rows() if row["outcome"] == "encrypted")
     assert Keytools.from_yaml(config).read_table(target).num_rows == 8 * 3
     assert len(list(target.rglob("*.parquet"))) == 8
     assert not [path for path in target.rglob(".*") if path.is_file()]
