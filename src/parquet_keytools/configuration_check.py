@@ -337,8 +337,7 @@ def policy_changes(
     with wildcards then count only for columns that something else names. `field_labels` come with the data.
     """
     names = [name for name in dict.fromkeys([*old.tables, *new.tables]) if table_name in (None, name)]
-    changes = [change for name in names for change in _of_table(old, new, name, leaf_paths, field_labels)]
-    return [change for change in changes if change.before != change.after]
+    return [change for name in names for change in _of_table(old, new, name, leaf_paths, field_labels)]
 
 
 def _of_table(
@@ -348,49 +347,58 @@ def _of_table(
     leaf_paths: Sequence[ColumnPath] | None,
     field_labels: FieldLabels,
 ) -> Iterator[PolicyChange]:
-    """Yield what is compared in a table, whether or not it changed."""
     if name not in old.tables or name not in new.tables:
-        was, now = ("none", "new") if name in new.tables else ("there", "removed")
-        yield PolicyChange(name, "table", was, now, None, False)
+        is_new = name in new.tables
+        yield PolicyChange(name, "table", *(("none", "new") if is_new else ("there", "removed")), None, False)
         return
     before, after = old.tables[name], new.tables[name]
-    was, now = ("plaintext" if table.plaintext_footer else "encrypted" for table in (before, after))
-    yield PolicyChange(name, "footer", was, now, None, after.plaintext_footer)
-    is_weaker = after.algorithm == "AES_GCM_CTR_V1"
-    yield PolicyChange(name, "algorithm", before.algorithm, after.algorithm, None, is_weaker)
+    if before.plaintext_footer != after.plaintext_footer:
+        texts = ["plaintext" if table.plaintext_footer else "encrypted" for table in (before, after)]
+        yield PolicyChange(name, "footer", texts[0], texts[1], None, after.plaintext_footer)
+    if before.algorithm != after.algorithm:
+        is_weaker = after.algorithm == "AES_GCM_CTR_V1"
+        yield PolicyChange(name, "algorithm", before.algorithm, after.algorithm, None, is_weaker)
     if leaf_paths is None:
         yield from _of_defaults(old, new, name)
     columns = leaf_paths or sorted({*_named(old, name), *_named(new, name)})
     were, are = _decisions(old, name, columns, field_labels), _decisions(new, name, columns, field_labels)
     for column in columns:
         (was, _), (now, place) = were[column], are[column]
-        is_weaker = now == _PLAINTEXT and was != _UNDECIDED
-        yield PolicyChange(name, ".".join(column), was, now, place, is_weaker)
+        if was != now:
+            is_weaker = now == _PLAINTEXT and was not in (_PLAINTEXT, _UNDECIDED)
+            yield PolicyChange(name, ".".join(column), was, now, place, is_weaker)
 
 
 def _of_defaults(old: Configuration, new: Configuration, name: str) -> Iterator[PolicyChange]:
-    """Yield what counts for columns that no configuration names, and master keys behind the same names."""
+    """Yield what changed for columns that no configuration names, and master keys behind the same names."""
     before, after = old.tables[name], new.tables[name]
     was, now = _default(before), _default(after)
-    is_weaker = now == _PLAINTEXT and was != _UNDECIDED
-    yield PolicyChange(name, "columns that nothing names", was, now, None, is_weaker)
+    if was != now:
+        is_weaker = now == _PLAINTEXT and was != _UNDECIDED
+        yield PolicyChange(name, "columns that nothing names", was, now, None, is_weaker)
     for pattern, key in _globs(before).items():
-        text = _globs(after).get(pattern, now)
-        yield PolicyChange(name, pattern, key, text, None, text == _PLAINTEXT)
-    is_weaker = before.labels.field is not None and now == _PLAINTEXT
-    was, now = (table.labels.field or "none" for table in (before, after))
-    yield PolicyChange(name, "labels of the data", was, now, None, is_weaker)
+        if _globs(after).get(pattern) != key:
+            text = _globs(after).get(pattern, now)
+            yield PolicyChange(name, pattern, key, text, None, text == _PLAINTEXT)
+    if before.labels.field != after.labels.field:
+        fields = [table.labels.field or "none" for table in (before, after)]
+        is_weaker = before.labels.field is not None and now == _PLAINTEXT
+        yield PolicyChange(name, "labels of the data", fields[0], fields[1], None, is_weaker)
     of_iceberg = [table.labels.iceberg.iceberg if table.labels.iceberg else None for table in (before, after)]
-    was, now = ("none" if one is None else ", ".join([one.field, *one.keys]) for one in of_iceberg)
-    yield PolicyChange(name, "labels of the Iceberg table", was, now, None, was != "none")
+    if of_iceberg[0] != of_iceberg[1]:
+        texts = ["none" if one is None else ", ".join([one.field, *one.keys]) for one in of_iceberg]
+        yield PolicyChange(name, "labels of the Iceberg table", texts[0], texts[1], None, texts[0] != "none")
     # Which columns have labels of the data is not known here: any may have any class.
     for label in old.classes if before.labels.field or before.labels.iceberg else ():
-        classes = (old.classes[label], new.classes.get(label))
-        was, now = ("none" if one is None else one.key or _PLAINTEXT for one in classes)
-        yield PolicyChange(name, f"class {label}", was, now, None, now == _PLAINTEXT)
+        texts = [
+            "none" if one is None else one.key or _PLAINTEXT
+            for one in (old.classes[label], new.classes.get(label))
+        ]
+        if texts[0] != texts[1]:
+            yield PolicyChange(name, f"class {label}", texts[0], texts[1], None, texts[1] == _PLAINTEXT)
     for key in dict.fromkeys(key for _, key in before.key_uses()):
         ids = [_identifier(configuration, key) for configuration in (old, new)]
-        if None not in ids:
+        if None not in ids and ids[0] != ids[1]:
             yield PolicyChange(name, f"master key {key}", str(ids[0]), str(ids[1]), None, False)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -305,6 +305,25 @@ def _column_of(use: UsedKey) -> _ColumnName:
     return ("hidden", "") if use.column is None else ("column", use.column)
 
 
+class _Some:
+    """How many names there are, and the first of them: a folder may have millions of files."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first: list[str] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice) -> list[str]:
+        return self._first[part]
+
+    def append(self, name: str) -> None:
+        self._count += 1
+        if len(self._first) < EXAMPLES:
+            self._first.append(name)
+
+
 class _Report:
     """A report in the making."""
 
@@ -312,7 +331,8 @@ class _Report:
         self._template_of = template_of
         self._readers = {name: _Reader(reader.kms) for name, reader in readers.items()}
         self._modified: dict[str, datetime | None] = {}
-        self._left_out: dict[LeftOutReason, list[str]] = defaultdict(list)
+        self._left_out: dict[LeftOutReason, _Some] = defaultdict(_Some)
+        self._not_parquet: list[str] = []
         self._columns: dict[_ColumnName, ColumnReport] = {}
         self._positions: dict[_KeyName, int] = {}
         self._key_files: Counter[int] = Counter()
@@ -320,8 +340,8 @@ class _Report:
         self._dates: dict[str, dict[str | None, datetime] | str] = {}
         self._files: list[ReportedFile] = []
         self._plaintext: list[str] = []
-        self._plaintext_columns: dict[str, list[str]] = defaultdict(list)
-        self._failed: dict[str, list[str]] = defaultdict(list)
+        self._plaintext_columns: dict[str, _Some] = defaultdict(_Some)
+        self._failed: dict[str, _Some] = defaultdict(_Some)
         self._failures: list[Exception] = []
         self._problems: list[Remark] = []
         self._not_examined: list[Remark] = []
@@ -334,8 +354,8 @@ class _Report:
             if isinstance(entry, ParquetFile):
                 found.append(entry.location)
             elif isinstance(entry, LeftOut):
-                self._left_out[entry.reason].append(entry.path)
-        self._not_parquet = self._left_out.pop(LeftOutReason.NOT_PARQUET, [])
+                is_parquet = entry.reason is not LeftOutReason.NOT_PARQUET
+                (self._left_out[entry.reason] if is_parquet else self._not_parquet).append(entry.path)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="parquet-keytools-report") as pool:
             for file, modified in zip(found, pool.map(_modified, found), strict=True):
                 self._modified[str(file)] = modified
@@ -419,8 +439,8 @@ class _Report:
     def add_verification(self, checked: DataSetReport | FileReport) -> None:
         """Note the broken rules, and the rules that could not be checked."""
         files = checked.files if isinstance(checked, DataSetReport) else (checked,)
-        broken: dict[tuple[bool, str], list[str]] = defaultdict(list)
-        unchecked: dict[str, list[str]] = defaultdict(list)
+        broken: dict[tuple[bool, str], _Some] = defaultdict(_Some)
+        unchecked: dict[str, _Some] = defaultdict(_Some)
         results = [(file.path, result) for file in files for result in file.rules]
         if isinstance(checked, DataSetReport):
             results += [(checked.path, result) for result in checked.rules]
@@ -554,8 +574,8 @@ class _Report:
         yield Remark(False, "Modification times are from the file system, and nothing authenticates them.")
 
 
-def _listed(is_problem: bool, text: str, names: Collection[str]) -> Remark:
-    return Remark(is_problem, text, len(names), tuple(itertools.islice(names, EXAMPLES)))
+def _listed(is_problem: bool, text: str, names: Sequence[str] | _Some) -> Remark:
+    return Remark(is_problem, text, len(names), tuple(names[:EXAMPLES]))
 
 
 def _general(error: Exception, path: str) -> str:

@@ -63,13 +63,14 @@ def encrypt_command(
 
     if in_place:
         _refuse(_NOT_IN_PLACE, overwrite=overwrite, skip_existing=skip_existing or skip_unauthenticated)
+        values = opt.pairs_of(key_values, "--set")
         with opt.open_keytools(config) as keytools, command_line_processes(processes):
             change_in_place(
                 partial(
                     keytools.encrypt_in_place,
                     table_name=table,
                     follow_links=follow_links,
-                    key_values=opt.pairs_of(key_values, "--set"),
+                    key_values=values,
                 ),
                 opt.locations_of(paths, "SRC"),
                 "Repeat the command: encrypted files stay as they are.",

@@ -181,6 +181,7 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
 # --- the results of `keys` ---
 
 
+_MOST_COLUMNS_KEPT = 10_000
 _MOST_COLUMNS_SHOWN = 8
 
 
@@ -201,7 +202,7 @@ class _Uses:
             self.footers += 1
         elif use.column is None:
             self.hidden_columns += 1
-        else:
+        elif len(self.columns) < _MOST_COLUMNS_KEPT:
             self.columns[use.column] = None
 
     def row(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
@@ -287,7 +288,8 @@ class _KeysTally:
         if file.unknown is not None and not file.is_skipped:
             self._unknown.add_error(file.path, file.unknown)
         for column in file.plaintext_columns:
-            self._plaintext_columns[column] += 1
+            if column in self._plaintext_columns or len(self._plaintext_columns) < _MOST_COLUMNS_KEPT:
+                self._plaintext_columns[column] += 1
         for key in self._wanted:
             key.add(file.path, file.depends_on(key.master_key_id, key.version, self._same))
         names = [(use, _name(use)) for use in file.uses]

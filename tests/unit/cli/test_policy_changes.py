@@ -173,3 +173,13 @@ def test_another_master_key_behind_a_name_is_shown(run, repository: Path) -> Non
     done = run("check", config, "--since", "HEAD", "--json")
     assert done.exit_code == 0
     assert changes(done) == {"master key pii": ("pii", "pci", False)}
+
+
+def test_a_pattern_under_a_key_that_is_called_plaintext(run, tmp_path: Path) -> None:
+    """Texts are equal before and after, and yet the columns lose their key."""
+    head = "version: 1\nkms: {type: in_memory, keys: [footer, plaintext]}\ntables:\n  t:\n    footer_key: footer\n"
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    new.write_text(head + "    unlisted_columns: plaintext\n    column_keys: {footer: [a]}\n")
+    old.write_text(new.read_text().replace("[a]}", "[a], plaintext: ['x.*']}"))
+    done = run("check", new, "--offline", "--against", old, "--json")
+    assert done.exit_code == 1 and changes(done) == {"x.*": ("plaintext", "plaintext", True)}
