@@ -221,7 +221,8 @@ def naming_file(path: str) -> Iterator[None]:
     except ParquetFormatError as error:
         if error.path is not None:
             raise
-        raise type(error)(str(error), path=path) from None
+        kind = ParquetFormatError if isinstance(error, UnknownAlgorithmError) else type(error)
+        raise kind(str(error), path=path) from None
 
 
 class KeyRetriever(Protocol):

@@ -16,6 +16,7 @@ AES-GCM is all that can be found out.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ from parquet_keytools.encryption.module_cipher import (
 )
 from parquet_keytools.encryption.page_walk import HeaderWindow, Page, walk_pages
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterColumn
-from parquet_keytools.errors import DecryptionError, KeytoolsError
+from parquet_keytools.errors import DecryptionError, KeytoolsError, ParquetFormatError
 from parquet_keytools.format.file_layout import ByteSource, regions_of
 from parquet_keytools.format.pages import PageContents, read_page_contents
 from parquet_keytools.format.thrift import varint
@@ -67,7 +68,8 @@ class _FirstPage:
     reader: ChunkCipher
     codec: int
     page: Page
-    contents: PageContents
+    contents: PageContents | None
+    """None where the header does not say: its lengths prove nothing, and the page itself does."""
     beginning: memoryview
 
     @property
@@ -80,12 +82,16 @@ class _FirstPage:
         return self.reader.page_place(self.page.ordinal).error(message, hint=_HINT)
 
     def framing(self) -> int | None:
-        """Return how many bytes the page is longer than its plaintext; None where compression hides it."""
+        """Return how many bytes the page is longer than its plaintext; None where that is unknown."""
+        if self.contents is None:
+            return None
         is_compressed = self.codec != _UNCOMPRESSED and self.contents.is_compressed
         return None if is_compressed else self.length - self.contents.uncompressed_length
 
     def right_beginning(self) -> tuple[int, bool]:
         """Return how many bytes of the plaintext are known, and whether they are what they should be."""
+        if self.contents is None:
+            return 0, True
         # The levels of a data page V2 are not compressed, and come first.
         levels = self.contents.levels_length
         expected = _beginning(self.codec, self.contents.uncompressed_length - levels)
@@ -192,7 +198,10 @@ def _first_page(
     length = page.facts.page_length
     beginning = window.view(page.offset, min(_BEGINNING_LENGTH, length))
     check_length_field(beginning, length, reader.page_place(page.ordinal))
-    return _FirstPage(reader, metadata.codec, page, read_page_contents(page.facts), beginning)
+    contents = None
+    with contextlib.suppress(ParquetFormatError):
+        contents = read_page_contents(page.facts)
+    return _FirstPage(reader, metadata.codec, page, contents, beginning)
 
 
 def _beginning(codec: int, length: int) -> bytes:

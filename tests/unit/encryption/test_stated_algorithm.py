@@ -330,3 +330,13 @@ def test_nothing_is_read_of_a_file_that_says_gcm() -> None:
     source, footer = opened(sealed(written(), keys, GCM), keys)
     check_stated_algorithm(source, footer, {})
     assert source.reads == []
+
+
+def test_a_header_that_does_not_say_how_long_its_page_is() -> None:
+    """Such headers prove nothing, and the page still does."""
+    data = written(pa.table({"n": [1, 2, 3, 4]}), use_dictionary=False, compression="none")
+    negative = data.replace(b"\x2c\x15\x08", b"\x2c\x15\x01", 1)
+    assert negative != data
+    keys = NamedKeys()
+    with pytest.raises(DecryptionError, match="encrypted with AES-GCM"):
+        decrypted(swapped(sealed(negative, keys, GCM)), keys)
