@@ -42,6 +42,7 @@ from parquet_keytools.errors import (
     DecryptionError,
     KeytoolsError,
     KmsUnavailableError,
+    NotEncryptedError,
     ParquetFormatError,
     without_frames,
 )
@@ -180,7 +181,7 @@ def verify_folder(
     return data_set_report
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class MemberVerifier:
     """Verifies files with one table of a configuration, here or in worker processes.
 
@@ -456,10 +457,12 @@ def salvage_file(
     )
     refuse_same_file(source, target)
     # A column whose metadata is damaged costs its row groups alone: here, no column is opened.
-    (opened,) = keys.open_files(
-        [source], table_name, aad_prefix, wanted=lambda _: (), identities=FileIdentities(refuses=False)
-    )
-    opened.refuse_unencrypted()
+    identities = FileIdentities(refuses=False)
+    try:
+        (opened,) = keys.open_files([source], table_name, aad_prefix, wanted=lambda _: (), identities=identities)
+        opened.refuse_unencrypted()
+    except NotEncryptedError:
+        raise NotEncryptedError(f"{source} is not encrypted.") from None
     footer = opened.footer
     with open_source(source) as opened_source:
         prefix = expected_prefix(keys, opened_source, source, table_name, aad_prefix)

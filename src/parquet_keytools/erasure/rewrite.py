@@ -55,6 +55,7 @@ from parquet_keytools.rotation.file_keys import read_tail, unless_changed
 from parquet_keytools.rotation.rekeying import check_new_file, keys_of_new_version, replaced_whole
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
 from parquet_keytools.storage.locations import BufferSource, FileLocation, open_source
+from parquet_keytools.storage.walk import file_or_folder
 from parquet_keytools.view.chunk_view import PageCache
 from parquet_keytools.view.plain_file import PlainFile, PlainInput
 
@@ -95,6 +96,7 @@ def rewrite_rows(
 ) -> RotationReport:
     """Remove the rows that match a filter; see `Keytools.erase_rows`."""
     table_name, _ = keys.configuration.select_table(table_name)
+    file_or_folder(location)
     _refuse_table_around(location)
     rewriting = _Rewriting(keys, table_name, parse_filter(where))
 

@@ -80,7 +80,7 @@ def _content(footer: Footer) -> tuple[object, ...]:
     return footer.metadata.num_rows, rows, [leaf.path for leaf in footer.leaves]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Rekeying:
     """Re-encrypts files in place; see `Keytools.rekey_in_place`. Pickled for worker processes.
 
@@ -321,7 +321,7 @@ def _refuse_less_protection(location: FileLocation, old: Footer, new: FileEncryp
 # --- Plaintext files encrypted in place ---
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Encrypting:
     """Encrypts plaintext files in place; see `Keytools.encrypt_in_place`. Pickled for worker processes."""
 
