@@ -575,8 +575,8 @@ class Configuration(StrictSettings):
         default={}, description="Name of a class of columns, which labels name -> its key, or plaintext."
     )
     tables: dict[Text, TableSettings] = Field(default={}, description="Name of a table -> its settings.")
-    reading: ReadingSettings = ReadingSettings()
-    rotation: RotationSettings = RotationSettings()
+    reading: ReadingSettings = Field(default=ReadingSettings(), description="Settings for reading files.")
+    rotation: RotationSettings = Field(default=RotationSettings(), description="Defaults for rotations.")
     _source: DocumentSource | None = PrivateAttr(default=None)
 
     @property
