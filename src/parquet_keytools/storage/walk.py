@@ -1,13 +1,14 @@
 """The walk: which files belong to a data set, what else lies in its folders, and what could not be checked.
 
-All commands, readers and Spark pipelines use it, so that they see the same files. The rules:
+All commands, readers of data sets and Spark pipelines use it, so that they see the same files. The rules:
 
 - Names that begin with `.` or `_`, of files and folders, are passed over, except partitions: names that begin with
   `_` and contain a `=` (Spark's rule). A file or folder that the caller names may have any name.
 - Summaries of footers, and key material, are recognised by their names.
-- A file is a Parquet file if its name says so (`.parquet`, or a part), or if it has Parquet's magic at one of its
-  ends. A damaged file then fails, and is not left out unnoticed.
-- Links are followed. Folders may have any name, such as `x.parquet`.
+- A file is a Parquet file if its name says so (`.parquet` anywhere, or a part), or if it has Parquet's magic at
+  one of its ends. A damaged file then fails, and is not left out unnoticed.
+- Links are followed, except out of the folder where files are changed in place. Folders may have any name, such as
+  `x.parquet`.
 - What cannot be looked into is an entry of its own, because Arrow and fsspec leave it out silently. The operating
   system lists local folders, so that links, pipes, and names that are not UTF-8 are recognised.
 """
@@ -353,10 +354,9 @@ def is_passed_over(name: str) -> bool:
 
 def is_data_file(file: FileLocation) -> bool:
     """Return whether a file belongs to the data set of its folder, by its name, or else by its magic."""
-    if is_passed_over(file.name):
-        return False
-    if _SAYS_PARQUET.search(file.name):
-        return True
+    by_name = _by_name(file.name, ())
+    if by_name is not None:
+        return by_name is True
     verdict = _has_magic(file)
     if isinstance(verdict, OSError):
         raise verdict
