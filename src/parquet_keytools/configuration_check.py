@@ -50,7 +50,7 @@ CHECK_SECONDS = 4.0
 
 @dataclass(frozen=True)
 class MasterKeyCheck:
-    """The result of wrapping and unwrapping a throw-away key; `version` wrapped, if the wrapped key names it."""
+    """The result of wrapping and unwrapping a throw-away key; `version` is None if the wrapped key names none."""
 
     name: str
     master_key_id: str
@@ -136,7 +136,7 @@ def check_master_keys(
     itself unwraps and wraps for a rotator. A rotator is checked for `rotation.moves`, or without them for new
     versions of each master key.
 
-    Some keys at a time, so that a client whose time is over (see `RemoteKmsClient.end_within`) has checked these.
+    Keys are checked in small groups, so that results remain if the time of `RemoteKmsClient.end_within` runs out.
     """
     names = named_master_keys(configuration)
     moves: dict[str, str] = {}

@@ -143,7 +143,7 @@ def _old_configuration(config: Path, against: str | None, since: str | None) -> 
     from parquet_keytools.configuration_check import configuration_at
 
     with warnings.catch_warnings():
-        # It is not this configuration that is checked.
+        # Warnings about the earlier configuration do not matter here.
         warnings.simplefilter("ignore")
         if since is not None:
             return configuration_at(config, since)
@@ -161,7 +161,7 @@ def _compare(
     from parquet_keytools.keytools import Keytools
 
     with warnings.catch_warnings():
-        # They are shown once.
+        # `_check` has already shown these warnings.
         warnings.simplefilter("ignore")
         configuration = load_configuration(config)
     if against is None:

@@ -1,4 +1,4 @@
-"""The files of a folder checked as one data set, whose parts AAD prefixes or else names number (spec 4.4.1).
+"""The files of a folder checked as one data set, with parts numbered by AAD prefixes or by names (spec 4.4.1).
 
 A data set of plain files does not say which files belong to it. A list does, authenticated by an HMAC whose key a
 master key wraps: with it, `verify` also finds files that were removed, added, exchanged or put back in an older
@@ -138,7 +138,7 @@ def check_data_set(
 
 
 def _check_keys(encrypted: Sequence[FileFacts], nonces: SharedNonces, book: RuleBook) -> None:
-    """Check what DEKs were used for; where some are not known, that is no pass."""
+    """Check what DEKs were used for; the rules do not pass if some are unknown."""
     unknown: dict[str, list[str]] = defaultdict(list)
     for member in encrypted:
         if member.unknown is not None:

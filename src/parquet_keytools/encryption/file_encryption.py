@@ -100,7 +100,7 @@ KeyChoice = ColumnKey | Literal[ColumnEncryption.FOOTER_KEY, ColumnEncryption.PL
 
 @dataclass(frozen=True)
 class FileEncryption:
-    """How one file is encrypted. Its file unique, and best its DEKs, belong to no other file."""
+    """How one file is encrypted. No other file may use its file unique, and none should use its DEKs."""
 
     footer_dek: SecretBytes
     footer_key_metadata: bytes | None = None
@@ -175,7 +175,7 @@ class OutputKeys:
         return self.footer_cipher if key is ColumnEncryption.FOOTER_KEY else None
 
     def _cipher_of(self, dek: SecretBytes) -> ModuleCipher:
-        # The very bytes that the DEK holds, no copy: gone with the ciphers, which hold the DEK.
+        # `reveal` returns the DEK's own bytes, not a copy; they live as long as the ciphers.
         cipher = self._ciphers.get(dek.reveal())
         if cipher is None:
             encryption = self.encryption
@@ -441,7 +441,7 @@ def encrypt_source(
 
 
 def read_plaintext_footer(source: ByteSource) -> Footer:
-    """Read the whole footer of a file that is not encrypted; there is nothing to authenticate before."""
+    """Read the whole footer of a file that is not encrypted; there is nothing to authenticate first."""
     footer = read_footer_bytes(source)
     read = None
     with naming_file(source.path):

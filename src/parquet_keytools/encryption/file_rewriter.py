@@ -121,8 +121,8 @@ _MORE_NONCES = 256 * NONCE_LENGTH
 class PageJobs:
     """The cipher work for a part of the output, in one go: for many chunks where these are small.
 
-    The interpreter lock is let go within the cipher. Loops around it that do next to nothing else keep two threads
-    from waiting for each other after every page.
+    The interpreter lock is released inside the cipher. Loops around it that do next to nothing else keep two
+    threads from waiting for each other after every page.
     """
 
     __slots__ = ("_crcs", "_decrypting", "_headers", "_nonces", "_owners", "_pages")
@@ -133,7 +133,7 @@ class PageJobs:
         """Where the jobs of a chunk begin in `_decrypting`, its cipher, its pages, and the first of them."""
         self._pages: list[_Job] = []
         self._headers: list[_Job] = []
-        """For each of `_pages` one."""
+        """One entry for each entry of `_pages`."""
         self._crcs: list[tuple[int, int]] = []
         """Position in these lists, and where in the header the CRC of the page is filled in."""
         self._nonces = b""
@@ -159,7 +159,7 @@ class PageJobs:
     def _take_nonces(self, count: int) -> bytes:
         length = NONCE_LENGTH * count
         if len(self._nonces) < length:
-            # Once for many small chunks, because the system lets the interpreter lock go, too.
+            # Once for many small chunks, because `os.urandom` releases the interpreter lock, too.
             self._nonces = os.urandom(length + _MORE_NONCES)
         taken, self._nonces = self._nonces[:length], self._nonces[length:]
         return taken
@@ -219,7 +219,7 @@ class PageJobs:
             offset = end
 
     def decrypt(self, piece: PagesPiece, stored: memoryview, out: memoryview) -> None:
-        """Have pages decrypted; their headers were, and what CRCs they state was checked, when they were found."""
+        """Have pages decrypted; headers were decrypted, and CRCs checked, when the pages were found."""
         _, chunk, pages, first, last, _, _ = piece
         reader = chunk.reader
         assert reader is not None

@@ -38,7 +38,7 @@ from parquet_keytools.format.structs import OffsetIndex, PageHeader
 from parquet_keytools.format.thrift import ThriftList, WireType, read_struct, varint
 
 NOTHING = -1
-"""Stands for no CRC, and for no position of one."""
+"""Marks a missing CRC, or a CRC without a position."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -263,11 +263,11 @@ def walk_pages(
     path: str,
     on_defect: Callable[[PageDefect], None] = raise_defect,
 ) -> Iterator[Page]:
-    """Yield the pages of a chunk, and end behind the last one or at the first defect.
+    """Yield the pages of a chunk, and stop after the last one or at the first defect.
 
     `end` is where the metadata says that the chunk ends; `window.end` is where it may end at most. An encrypted
     header authenticates with one of two AADs only: the one of `expects_dictionary_page` is tried first, and then
-    the other, since old writers leave the offset of the dictionary page out.
+    the other, since old writers omit the offset of the dictionary page.
     """
     offset, ordinal = start, 0
     header: memoryview | bytes = b""
@@ -416,7 +416,7 @@ def _plaintext_header(window: HeaderWindow, offset: int) -> PageHeaderFacts:
             position = window.cover(offset)
         data = window.data
         if window.offset + len(data) > window.end:
-            # Small chunks share a window: a header that goes on after its chunk would be read to the window's end.
+            # Small chunks share a window: a header that ends behind its chunk would be read to the window's end.
             data = data[: window.end - window.offset]
         try:
             return read_page_header(data, position)
@@ -481,7 +481,7 @@ def _plaintext_crc(
 
 
 # --- What a page index must say of the pages of its chunk ---
-# The same rules for what writes files and for `verify`.
+# Writers of files and `verify` share these rules.
 
 _COLUMN_INDEX_LISTS = (1, 2, 3, 5)
 _REQUIRED_LISTS = (1, 2, 3)

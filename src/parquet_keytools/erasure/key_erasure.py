@@ -38,7 +38,7 @@ from parquet_keytools.runtime.presentation import escaped_path, printable
 from parquet_keytools.storage.locations import FileLocation
 
 GONE = (MasterKeyNotFoundError, MasterKeyDisabledError)
-"""What a KMS answers that has no such master key, or has disabled it or scheduled its deletion."""
+"""The errors of a KMS that lacks the master key, has disabled it, or has scheduled its deletion."""
 
 FOOTER = "(footer)"
 HIDDEN = "(a column whose name is hidden)"
@@ -272,7 +272,7 @@ class _Planner:
             self._unwrap_all()
 
     def _unwrap_all(self) -> None:
-        """Forbid the deletion if other master keys wrapped some keys, such as before an alias was moved.
+        """Forbid the deletion if the master keys do not unwrap some keys, for example because an alias was moved.
 
         They would stay readable, and a deleted key unwraps nothing in any case: that would be no proof.
         """

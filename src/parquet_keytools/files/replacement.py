@@ -37,7 +37,7 @@ _FILES_AT_A_TIME = 16
 
 @dataclass(frozen=True)
 class NewKeyMaterial:
-    """The external key material of a new Parquet file, by reference; None if there is none."""
+    """External key material of a new Parquet file, by reference; `key_materials` is None for internal material."""
 
     parquet_file: FileLocation
     key_materials: Mapping[str, KeyMaterial] | None = None

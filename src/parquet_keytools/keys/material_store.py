@@ -1,4 +1,7 @@
-"""External key material in a file `_KEY_MATERIAL_FOR_<name>.json` beside the Parquet file."""
+"""External key material in a file `_KEY_MATERIAL_FOR_<name>.json` beside the Parquet file.
+
+Internal key material is the key metadata in the file itself. `files/replacement.py` places both files in order.
+"""
 
 from __future__ import annotations
 

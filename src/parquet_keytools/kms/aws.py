@@ -660,10 +660,9 @@ class AwsConnection:
         return ", ".join(filter(None, [url, region]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send one request; ARNs of multi-Region keys are changed to the client's region.
+        """Send a request, and once more with new credentials if the KMS says that they have expired.
 
-        If the KMS says that the credentials have expired, they are read or requested once more: a clock may be
-        wrong, or they were revoked.
+        A clock may be wrong, or they were revoked. ARNs of multi-Region keys are changed to the client's region.
         """
         client = self._clients.get()
         try:

@@ -1,6 +1,7 @@
 """The base class of clients of a KMS across a network: one deadline, one pool of threads, one loop of retries.
 
-Backends switch off the retries of their SDKs, so that retries have one policy, and one place.
+Backends switch off the retries of their SDKs, so that retries have one policy, and one place. Within an attempt,
+Vault and AWS send a request once more with new credentials if these have expired.
 """
 
 from __future__ import annotations

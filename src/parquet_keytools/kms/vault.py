@@ -895,7 +895,7 @@ class VaultServer:
         return _content(send(self.session, method, url, deadline, self._clock, headers=headers, json=content))
 
     def meaning_of_refusals(self, token: SecretStr, deadline: float) -> Meaning | None:
-        """Return whether a token is invalid: any valid token may list its mounts, without a policy.
+        """Return what refusals with this token mean; None if it is valid: any valid token may list its mounts.
 
         An invalid token must not be reported as a denied master key: readers may hide the columns under such a
         key.

@@ -325,7 +325,7 @@ class Rewrapping:
             names = [plan.table_name] if plan.table_name is not None else sorted(keys.configuration.tables)
             # Files that an earlier run moved belong to the table, too.
             self._table_checks = [TableCheck(keys.configuration, name, moves=plan.moves.items()) for name in names]
-        # Of the batch.
+        # Results for the current batch.
         self._rewrapped: dict[RewrapTask, Rewrapped | KmsError] = {}
         self._unwrapped: dict[WrappedKey, SecretBytes | KmsError] = {}
 
@@ -390,7 +390,7 @@ class Rewrapping:
         self._ask_kms(files, staying)
 
     def _ask_columns(self, files: Sequence[FileKeys]) -> None:
-        """Do the same with the keys of columns, except for those that the authentic footer vouches for.
+        """Re-wrap or unwrap the keys of columns, except internal keys that an authentic footer vouches for.
 
         An authentic footer is as the writer, or the last rotation, left it: internal key material that names a
         master key outside this rotation is trusted.

@@ -1,4 +1,4 @@
-"""What a column looks like: by its name, in several languages, and by the format and check digits of its values.
+"""Recognises personal data by names of columns, in several languages, and by format and check digits of values.
 
 Terms are phrases. `birth date` also stands for `birthDate`, `BIRTH_DATE` and `birthdate`: names are split into
 words, accents are left out, and digits are ignored.
@@ -31,7 +31,7 @@ _FIRST = 40
 """How many values are checked for an identifier before the others: most columns have no identifier."""
 
 _LEAST_WITHOUT_NAME = 8
-"""How many distinct values a verdict needs that no name supports."""
+"""Minimum number of distinct values for a verdict without a matching name."""
 
 
 class Kind(StrEnum):
@@ -160,7 +160,7 @@ _OTHERWISE = _words_in(
     airline event game song film title species
     """
 )
-"""Words beside a term with which a column is about something else, such as `email_sent` or `birth_country`."""
+"""Words that, beside a term, show that the column holds something else: `email_sent`, `birth_country`."""
 
 _GENERIC = _words_in("value number nr no num text raw primary main home work private string data full")
 """Names of fields that say nothing: their parent counts."""
@@ -255,7 +255,7 @@ def judge(path: tuple[str, ...], type_class: TypeClass, values: Collection[Value
     if type_class == "other" or (not names and type_class == "date"):
         return None
     if not values:
-        # Only a name that needs no values to be believed, of a column that could have them.
+        # Without values, only a name that is convincing by itself counts, and only if the type fits.
         likely = (
             kind for kind in Kind if names.get(kind) and (kind is Kind.DATE_OF_BIRTH or type_class == "text")
         )

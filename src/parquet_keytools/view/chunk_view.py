@@ -51,7 +51,7 @@ class PageCache:
             return page
 
     def put(self, key: PageKey, page: memoryview, *, is_kept: bool = False) -> None:
-        """Keep a page, in place of the least recently used pages; if `is_kept`, even if it is longer than all."""
+        """Keep a page, in place of the least recently used pages; if `is_kept`, even if it exceeds the limit."""
         with self._lock:
             self._drop_forgotten()
             if (len(page) > self._max_bytes and not is_kept) or key in self._pages:

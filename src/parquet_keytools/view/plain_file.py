@@ -1,7 +1,7 @@
-"""Encrypted files as plain Parquet: the same bytes at the same offsets, decrypted as they are read.
+"""Encrypted files as plain Parquet: pages at the same offsets, decrypted as they are read.
 
 Pages keep their places (`chunk_view`), so that opening a file costs only its footer, whatever the file's length.
-Indexes and Bloom filters keep their offsets. All bytes outside of the shown columns are zeros.
+Indexes and Bloom filters keep their offsets. Between them, and in place of columns that are not shown, are zeros.
 """
 
 from __future__ import annotations
