@@ -68,7 +68,7 @@ LAYERS: dict[str, set[str]] = {
     # what fsspec finds by the entry point
     "fsspec_chain": {"errors", "keytools"},
     # what the command line needs beyond the facade
-    "configuration_check": GROUND | {"format", "storage", "encryption", "kms", "keys", "config", "files"},
+    "configuration_check": GROUND | {"storage", "encryption", "kms", "keys", "config", "files"},
     "__init__": {"errors", "secret_bytes", "kms", "config", "keytools"},
     # an example script that the command line runs
     "demo": {"__init__", "errors", "kms", "runtime"},
@@ -110,8 +110,8 @@ OUTSIDE: dict[str, list[str]] = {
     "pkcs11": ["kms/pkcs11.py"],
     "polars": ["tables/properties.py", "tables/reading.py"],
     "opentelemetry": ["telemetry.py"],
-    "requests": ["kms/http_session.py", "kms/vault.py"],
-    "urllib3": ["kms/http_session.py", "kms/vault.py"],
+    "requests": ["kms/http_session.py"],
+    "urllib3": ["kms/http_session.py"],
     "cryptography": ["encryption/module_cipher.py", "keys/key_wrapping.py", "kms/*.py"],
     "pyarrow": [
         "tables/*.py",
@@ -150,7 +150,6 @@ OUTSIDE: dict[str, list[str]] = {
     "rich": ["cli/*.py"],
     "typer": ["cli/*.py"],
     "yaml": ["config/document.py"],
-    # PyIceberg brings it; its own codec decompresses without end.
 }
 
 

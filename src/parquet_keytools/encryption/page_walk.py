@@ -555,7 +555,7 @@ def _first_rows(pages: DataPages | None, stated: list[int]) -> list[int]:
 
 
 def checked_column_index(data: bytes | memoryview, pages: DataPages | None) -> CheckedIndex:
-    """Compare a column index with the pages of its chunk; see `checked_offset_index`."""
+    """Compare a column index with the pages of its chunk; None where they could not all be found."""
     try:
         column_index, end = read_struct(data)
         lengths = {}

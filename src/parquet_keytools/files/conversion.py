@@ -237,7 +237,7 @@ def policy_of(
     folder_names: Collection[str],
     key_values: Mapping[str, str] | None = None,
 ) -> TablePolicy:
-    """Return how a table encrypts a plaintext file; arguments and errors as with `encrypt_pending`."""
+    """Return how a table encrypts a plaintext file."""
     paths = [leaf.path for leaf in footer.leaves]
     labels = labels_of_footer(footer)
     if names := partition_names(folder_names):

@@ -136,14 +136,14 @@ class TableCheck:
 
     def for_file(self, path: str, seen: Iterable[KeyReference | None]) -> TableCheck:
         """Return the comparison with the table, with the keys of the values that a file has."""
-        # A value comes from folders in the path, and with `from: argument` or `column` from the keys in the file.
-        # All must agree. A template without one value has no key, and matches no file.
         if not self.settings.has_templates:
             return self
         return self._with_values(tuple(sorted(self.values_of(path, seen).items())))
 
     def values_of(self, path: str, seen: Iterable[KeyReference | None]) -> dict[str, str]:
-        """Return placeholder -> value of a file, as far as it has one value that is allowed; see `for_file`."""
+        """Return placeholder -> value of a file, as far as it has one value that is allowed."""
+        # A value comes from folders in the path, and with `from: argument` or `column` from the keys in the file.
+        # All must agree. A template without one value has no key, and matches no file.
         identifiers = {key.master_key_id for key in seen if isinstance(key, MasterKeyReference)}
         identifiers -= {_id_of(key) for name, key in self._keys.items() if not placeholders(name)}
         values: dict[str, str] = {}

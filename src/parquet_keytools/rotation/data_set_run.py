@@ -175,7 +175,7 @@ def files_of(
 
 
 def change_each_file(path: FileLocation, change: ChangeFile, options: RunOptions) -> RotationReport:
-    """Change a file, or each Parquet file under a folder on its own; errors as with `change_data_set`.
+    """Change a file, or each Parquet file under a folder on its own.
 
     Raises the failure of a file that is given itself.
     """

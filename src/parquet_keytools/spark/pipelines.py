@@ -107,6 +107,7 @@ FILE_ROWS = pa.schema(
         ("error", pa.string()),
     ]
 )
+"""A row for each file; null where a command has nothing to say."""
 
 _TEXTS = ("file", "rule", "severity", "outcome", "message", "place")
 RULE_ROWS = pa.schema([*((name, pa.string()) for name in _TEXTS), ("offset", pa.int64())])

@@ -501,7 +501,7 @@ def discarded_unless_done(pending: PendingOutput) -> Iterator[PendingOutput]:
 def whole_output(
     target: FileLocation, *, like: FileLocation | None = None, folder: FolderIdentity | None = None
 ) -> Iterator[PendingOutput]:
-    """Write a file that appears whole at the end of the block; arguments and errors as with `pending_output`."""
+    """Write a file that appears whole at the end of the block; arguments as of `pending_output`."""
     with discarded_unless_done(pending_output(target, like=like, folder=folder)) as pending:
         yield pending
         pending.commit()
@@ -568,7 +568,7 @@ def write_whole(
     like: FileLocation | None = None,
     folder: FolderIdentity | None = None,
 ) -> None:
-    """Write a small file whole or not at all; arguments and errors as with `pending_output`."""
+    """Write a small file whole or not at all; arguments as of `pending_output`."""
     with whole_output(target, like=like, folder=folder) as pending, pending.open_sink() as sink:
         sink.write_at(0, data)
 

@@ -103,7 +103,7 @@ class FilesAhead:
         self._scans: list[_Scan] = []
 
     def hold(self, paths: Iterable[str]) -> list[OpenedFile]:
-        """Open files now, together, in the caller's thread, and keep them; errors of `open_files`."""
+        """Open files now, together, in the caller's thread, and keep them."""
         paths = list(dict.fromkeys(paths))
         new = [path for path in paths if path not in self._held]
         if new:

@@ -734,7 +734,7 @@ class PlainFiles:
 
     @in_use()
     def open(self, location: FileLocation) -> PlainFile:
-        """Return the view of a file; errors as `open_plain_file`, or `ReusedKeysError`."""
+        """Return the view of a file; raise `ReusedKeysError` if it shares its keys with another file."""
         version = _version(location)
         with self._lock:
             file, known, opened_at = self._kept.get(location.path, (None, None, 0.0))
@@ -756,7 +756,7 @@ class PlainFiles:
         return file
 
     def size_bytes(self, location: FileLocation, info: pafs.FileInfo) -> int:
-        """Return the length of the view of a listed file; errors as `open`."""
+        """Return the length of the view of a listed file."""
         version = _version(location, info)
         with self._lock:
             size, known, opened_at = self._sizes.get(location.path, (0, None, 0.0))
