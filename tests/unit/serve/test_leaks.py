@@ -196,7 +196,8 @@ def mounted(tree: ServedTree) -> Iterator[bytes]:
         except OSError as error:
             yield repr(error).encode()
             continue
-        for start in range(0, size, 20_000):
+        # Ranges overlap, so that no value is found in two halves.
+        for start in range(0, size, 19_000):
             try:
                 yield mount.read(f"/{path}", 20_000, start, handle)
             except OSError as error:
