@@ -158,7 +158,7 @@ def _load(
     source = replace(configuration._source, exposed_to=exposed_to(found))
     path = file.absolute()
     if not stat.S_ISREG(found.st_mode) or any(path.is_relative_to(place) for place in _OF_ONE_PROCESS):
-        # Other processes cannot read the same content, such as that of `<(command)`.
+        # Other processes cannot read the same content, for example of `<(command)`.
         source = replace(source, path=None, folder=Path.cwd())
     configuration._source = source
     return configuration

@@ -151,7 +151,7 @@ class Envelope:
     With an encrypted footer, no key ever authenticates the algorithm (spec 5.4): callers that refuse CTR compare
     it with what they expect. `footer_length` is of all that the footer's length covers. `body` is the module of an
     encrypted footer, or a serialised plaintext footer, and `signature` what follows it. `tail` is the file from
-    the footer on: take its bytes from here, because another read may return those of another file.
+    the footer on: take its bytes from here, because another read may find another file there.
     """
 
     path: str

@@ -308,7 +308,7 @@ def generated_chunk(
     is_null: bool = False,
     has_levels: bool = False,
 ) -> ColumnChunk:
-    """Return a plaintext chunk without compression; `length` is that of its pages with their headers."""
+    """Return a plaintext chunk without compression; `length` covers its pages and their headers."""
     metadata = ColumnMetaData()
     metadata.type = physical_type
     encodings = [_PLAIN, _RLE] if is_null or has_levels else [_PLAIN]

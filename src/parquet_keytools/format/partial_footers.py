@@ -32,7 +32,7 @@ _COLUMN_ORDERS_FIELD_ID = 7
 
 @dataclass(frozen=True)
 class Selection:
-    """A footer for some columns and row groups; its row groups are still those of the file, with all columns."""
+    """A footer for some columns and row groups; its row groups still have all columns of the file."""
 
     metadata: FileMetaData
     row_group_ordinals: tuple[int, ...]
@@ -80,7 +80,7 @@ def selected_footer(
 
 
 def selected_sorting_columns(struct: Struct, column_ordinals: Sequence[int]) -> None:
-    """Make the sorting columns of a row group those of its selected columns, up to the first one left out."""
+    """Keep the sorting columns of a row group up to the first column that is not selected."""
     entry = struct.entry(_SORTING_COLUMNS_FIELD_ID)
     if entry is None or not isinstance(entry[1], ThriftList):
         return
@@ -601,7 +601,7 @@ class _Schema:
         vector = self._target(table, slot)
         if vector is not None:
             self._keep(vector, 4)
-            # Those of eight bytes each are aligned by themselves.
+            # Vectors of eight-byte values are aligned already.
             self._keep(vector + 4, width * self._number("<I", vector))
 
     def _text(self, table: int, slot: int) -> bytes:

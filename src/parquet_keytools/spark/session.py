@@ -459,7 +459,7 @@ def _is_ours_alone(folder: Path) -> bool:
 
 
 def _spark_jars() -> Path:
-    """Return the folder of Spark's jars: those of SPARK_HOME, or of the package pyspark."""
+    """Return the folder of Spark's jars, below SPARK_HOME or in the package pyspark."""
     homes = [Path(os.environ["SPARK_HOME"])] if os.environ.get("SPARK_HOME") else []
     try:
         import pyspark

@@ -465,7 +465,7 @@ def pending_output(
     Args:
         target: The final place.
         overwrite: Whether it may replace a file.
-        mode: Permissions of a local file; else those of the replaced file, unless anyone may have put it there.
+        mode: Permissions of a local file; by default, as the replaced file, unless any user may have put it there.
         like: The file of which it is a new version, with the same owner, permissions and attributes.
         keeps_open: Whether it stays open even if many do. A killed process leaves a closed file for 24 hours.
         folder: Device and inode that the folder of a local file must have; None for any.
