@@ -96,7 +96,7 @@ def contents(data: bytes) -> dict[tuple[int, str], dict[str, Any]]:
             )
             found: dict[str, Any] = {"pages": [], "offsets": [], "codec": metadata.codec}
             at = start
-            for header_length, length in zip(pages.header_lengths, pages.page_lengths, strict=True):
+            for header_length, length, *_ in pages.each(0, pages.count):
                 found["pages"].append(data[at + header_length : at + header_length + length])
                 found["offsets"].append((at, header_length + length))
                 at += header_length + length

@@ -88,9 +88,8 @@ def _pages(source: MemorySource, metadata: ColumnMetaData) -> list[tuple[bytes, 
     end = start + metadata.total_compressed_size
     pages = walk_chunk(source, start, end, limit=end, reader=None, writer=None, expects_dictionary_page=False)
     result = []
-    for offset, header_length, page_length in zip(
-        source_offsets(pages), pages.header_lengths, pages.page_lengths, strict=True
-    ):
+    each = pages.each(0, pages.count)
+    for offset, (header_length, page_length, *_) in zip(source_offsets(pages), each, strict=True):
         facts = read_page_header(source.data, offset)
         page_start = offset + header_length
         header = with_sizes(facts, facts.page_length, facts.crc)

@@ -41,6 +41,7 @@ from parquet_keytools.format.file_layout import (
     Region,
     RegionKind,
     leaf_columns,
+    places_of,
     read_footer_bytes,
     unauthenticated_limit,
 )
@@ -231,7 +232,8 @@ class ChunkNumbers(NamedTuple):
     def of(cls, metadata: ColumnMetaData) -> ChunkNumbers:
         """Take the numbers out of metadata; raises `ParquetFormatError` if one is missing."""
         codec, num_values = metadata.struct.numbers(_CODEC_AND_VALUES)
-        return cls(codec, metadata.num_values if num_values is None else num_values, ChunkPlaces.of(metadata))
+        places = ChunkPlaces(*places_of(metadata))
+        return cls(codec, metadata.num_values if num_values is None else num_values, places)
 
 
 _CODEC_AND_VALUES: IntegerFields = (

@@ -366,7 +366,7 @@ def _plaintext_footer(footer: Footer, selection: Selection, row_groups: list[Row
         new = new_row_group(ordinal, row_group, chunks, columns)
         if len(chunks) < len(footer.leaves):
             selected_sorting_columns(new.struct, selection.column_ordinals)
-            new.total_byte_size = sum(chunk.metadata.total_uncompressed_size for chunk in chunks)
+            new.total_byte_size = sum(ColumnMetaData(chunk.metadata).total_uncompressed_size for chunk in chunks)
         new_row_groups.append(new)
     metadata: FileMetaData = selection.metadata
     metadata.row_groups = new_row_groups
@@ -416,8 +416,8 @@ def open_chunks(
                 reader = ChunkCipher(cipher, footer.algorithm, row_group_ordinal, column.ordinal)
             chunks.append(
                 ChunkRewrite(
-                    footer.chunks[row_group_ordinal][column.ordinal],
-                    footer.chunk_metadata(row_group_ordinal, column, cipher),
+                    footer.chunks[row_group_ordinal][column.ordinal].struct,
+                    footer.chunk_metadata(row_group_ordinal, column, cipher).struct,
                     reader,
                     writer_of(row_group_ordinal, column.ordinal),
                     num_rows=num_rows,

@@ -45,10 +45,11 @@ from parquet_keytools.format.file_layout import (
     Bytes,
     ByteSink,
     ByteSource,
-    ChunkPlaces,
+    Places,
     Region,
     RegionKind,
     arranged,
+    places_of,
     regions_of,
     with_trailer,
 )
@@ -115,6 +116,9 @@ _write_framing = struct.Struct("<I12s").pack_into
 _read_length = struct.Struct("<I").unpack_from
 
 
+_MOST_JOBS = 64
+"""Objects of jobs that live longer would wake Python's garbage collector."""
+
 _MORE_NONCES = 256 * NONCE_LENGTH
 
 
@@ -138,8 +142,11 @@ class PageJobs:
         """Position in these lists, and where in the header the CRC of the page is filled in."""
         self._nonces = b""
 
+    def __len__(self) -> int:
+        return len(self._pages) + len(self._decrypting)
+
     def run(self) -> None:
-        """Do all of it; a page that does not authenticate raises `DecryptionError`."""
+        """Do all of it and forget it; a page that does not authenticate raises `DecryptionError`."""
         if self._decrypting:
             jobs = iter(self._decrypting)
             try:
@@ -155,6 +162,8 @@ class PageJobs:
             header = b"".join((header[:crc_at], crc, header[crc_at + len(crc) :]))
             self._headers[position] = (cipher, nonce, header, aad, out)
         deque(starmap(call, self._headers), maxlen=0)
+        for done in (self._decrypting, self._owners, self._pages, self._crcs, self._headers):
+            done.clear()
 
     def _take_nonces(self, count: int) -> bytes:
         length = NONCE_LENGTH * count
@@ -166,7 +175,7 @@ class PageJobs:
 
     def _not_authentic(self, failed: int) -> DecryptionError:
         start, reader, pages, first = max(owner for owner in self._owners if owner[0] <= failed)
-        return reader.page_place(pages.ordinals[first + failed - start]).not_authentic()
+        return reader.page_place(pages.page(first + failed - start)[2]).not_authentic()
 
     def encrypt(self, piece: PagesPiece, stored: memoryview, out: memoryview) -> None:
         """Have pages and their headers encrypted, after decryption where there is a reader.
@@ -296,31 +305,32 @@ class ChunkRewrite:
     are page indexes that are wrong and so are not in the output, and why.
     """
 
-    chunk: ColumnChunk
-    metadata: ColumnMetaData
+    # Structs, and tuples and dictionaries of integers alone: Python's garbage collector looks at each object of
+    # other types, and a wide file has tens of thousands of chunks.
+    chunk: Struct
+    metadata: Struct
     reader: ChunkCipher | None
     writer: ChunkCipher | None
     num_rows: int = 0
     is_flat: bool = False
-    # Integers alone: Python's garbage collector does not look at such dictionaries, of which there are many.
     chunk_changes: dict[int, int | None] = field(default_factory=dict)
     metadata_changes: dict[int, int | None] = field(default_factory=dict)
     start: int = 0
     length: int = 0
     forgotten_length: int = 0
     dropped_indexes: tuple[str, ...] = ()
-    places: ChunkPlaces = field(init=False)
+    places: Places = field(init=False)
     source: ByteSource = field(init=False)
     _region: Region = field(init=False)
     _pages: ChunkPages | None = field(default=None, init=False)
 
     def new_metadata(self) -> bytes:
         """Return the bytes of its metadata in the output."""
-        return self.metadata.struct.changed_bytes(_entries(self.metadata_changes, (_BLOOM_FILTER_LENGTH,)))
+        return self.metadata.changed_bytes(_entries(self.metadata_changes, (_BLOOM_FILTER_LENGTH,)))
 
     def new_chunk(self, encryption: Changes) -> bytes:
         """Return the bytes of the chunk in the output's footer, with what says how it is encrypted."""
-        return self.chunk.struct.changed_bytes({**_entries(self.chunk_changes, _INDEX_LENGTHS), **encryption})
+        return self.chunk.changed_bytes({**_entries(self.chunk_changes, _INDEX_LENGTHS), **encryption})
 
     def lay_out(self, source: ByteSource, region: Region, offset: int, memory: PagesMemory) -> Part:
         """Lay out one of the chunk's regions at `offset` of the output; wrong page indexes get no place there."""
@@ -329,7 +339,8 @@ class ChunkRewrite:
         if region.kind is RegionKind.BLOOM_FILTER:
             part = self._lay_out_bloom_filter(source, region)
             self.metadata_changes[_BLOOM_FILTER_OFFSET] = offset
-            if self.writer is not None or self.places.bloom_filter_length is not None:
+            *_, stated_length = self.places
+            if self.writer is not None or stated_length is not None:
                 self.metadata_changes[_BLOOM_FILTER_LENGTH] = part.length
             return part
         return self._lay_out_index(source, region, offset)
@@ -364,8 +375,8 @@ class ChunkRewrite:
         lengths = output_lengths(pages, self.reader, self.writer)
         first = length = source_length = 0
         source_offset = pages.source_offset
-        for position, (page_length, source_header_length, source_page_length) in enumerate(
-            zip(lengths, pages.header_lengths, pages.page_lengths, strict=True)
+        for position, (page_length, (source_header_length, source_page_length, *_)) in enumerate(
+            zip(lengths, pages.each(0, pages.count), strict=True)
         ):
             if length and length + page_length > SEGMENT_LENGTH:
                 yield PagesPiece(length, self, pages, first, position, source_offset, source_length)
@@ -378,6 +389,7 @@ class ChunkRewrite:
 
     def _walk(self, source: ByteSource, region: Region) -> ChunkPages:
         assert region.length is not None
+        _, dictionary_page, *_ = self.places
         return walk_chunk(
             source,
             region.offset,
@@ -385,8 +397,8 @@ class ChunkRewrite:
             limit=region.limit,
             reader=self.reader,
             writer=self.writer,
-            expects_dictionary_page=bool(self.places.dictionary_page_offset),
-            keeps_data_pages=any(map(self.chunk.struct.has, _INDEX_OFFSETS)),
+            expects_dictionary_page=bool(dictionary_page),
+            keeps_data_pages=any(map(self.chunk.has, _INDEX_OFFSETS)),
         )
 
     def _move(self, pages: ChunkPages, region: Region, offset: int) -> None:
@@ -407,11 +419,12 @@ class ChunkRewrite:
         elif index_page is not None:
             new[_INDEX_PAGE_OFFSET] = None
         if self.forgotten_length:
-            new[_TOTAL_UNCOMPRESSED_SIZE] = self.metadata.total_uncompressed_size + self.forgotten_length
-        if self.chunk.struct.has(_FILE_PATH) and self.chunk.file_path is not None:
+            stated = ColumnMetaData(self.metadata).total_uncompressed_size
+            new[_TOTAL_UNCOMPRESSED_SIZE] = stated + self.forgotten_length
+        if self.chunk.has(_FILE_PATH) and ColumnChunk(self.chunk).file_path is not None:
             # Empty, or the chunk would have been refused.
             self.chunk_changes[_FILE_PATH] = None
-        (file_offset,) = self.chunk.struct.numbers(_FILE_OFFSET_FIELD)
+        (file_offset,) = self.chunk.numbers(_FILE_OFFSET_FIELD)
         if file_offset:
             # The chunk, or its first data page, with parquet-java. Early writers named the end of the pages, where
             # they put another copy of the metadata, which must not go into the output.
@@ -536,16 +549,18 @@ def write_parts(
 
     def write(batches: Iterator[Batch]) -> None:
         buffer = bytearray()
+        jobs = PageJobs()
         for start, length, pieces in batches:
             if len(buffer) < length:
                 buffer = bytearray(length)
             view = memoryview(buffer)
             filled = 0
-            jobs = PageJobs()
             for piece in pieces:
                 end = filled + piece[0]
                 piece.fill(view[filled:end], jobs)
                 filled = end
+                if len(jobs) >= _MOST_JOBS:
+                    jobs.run()
             jobs.run()
             sink.write_at(start, view[:length])
             if on_progress is not None:
@@ -625,8 +640,11 @@ def in_order(row_groups: Sequence[RowGroupRewrite], footer_offset: int, created_
     regions: list[Region] = []
     for row_group_ordinal, (_, row_group_chunks) in enumerate(row_groups):
         for column_ordinal, chunk in enumerate(row_group_chunks):
-            chunk.places = ChunkPlaces.of(chunk.metadata)
-            regions += regions_of(chunk.chunk, chunk.metadata, row_group_ordinal, column_ordinal, chunk.places)
+            metadata = ColumnMetaData(chunk.metadata)
+            chunk.places = places_of(metadata)
+            regions += regions_of(
+                ColumnChunk(chunk.chunk), metadata, row_group_ordinal, column_ordinal, chunk.places
+            )
     early: list[Region] = []
     pages_found: set[ChunkRewrite] = set()
     result: list[Region] = []

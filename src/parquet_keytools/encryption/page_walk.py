@@ -43,14 +43,15 @@ NOTHING = -1
 
 @dataclass(slots=True, eq=False, repr=False)
 class ChunkPages:
-    """Pages of a chunk, as one array of numbers: a chunk may have 32,768 of them, and a file many chunks.
+    """Pages of a chunk, as packed numbers: a chunk may have 32,768 of them, and a file many chunks.
 
     Attributes:
         source_offset: Where the first header begins.
         source_end: Where the last page ends.
-        numbers: Six for each page, in order: the lengths of header and page in the source, with framing; the page
-            ordinal, `NO_PAGE_ORDINAL` for the dictionary page; the CRC that the header states, or `NOTHING`; where
-            its new header ends in `headers`; and where in that header a padded CRC is filled in, or `NOTHING`.
+        numbers: Six of 64 bits for each page, in order: the lengths of header and page in the source, with
+            framing; the page ordinal, `NO_PAGE_ORDINAL` for the dictionary page; the CRC that the header states,
+            or `NOTHING`; where its new header ends in `headers`; and where in that header a padded CRC is filled
+            in, or `NOTHING`.
         data_pages: What page indexes are compared with; None if that was not asked for.
         headers: The new headers one after another, without framing; empty where chunks are copied.
         first_data_page: Position of the first data page among the pages; None where there is none.
@@ -60,7 +61,7 @@ class ChunkPages:
 
     source_offset: int
     data_pages: DataPages | None = None
-    numbers: array[int] = field(default_factory=lambda: array("q"))
+    numbers: bytes = b""
     count: int = 0
     source_end: int = 0
     headers: bytes = b""
@@ -69,36 +70,24 @@ class ChunkPages:
     output_length: int = 0
 
     @property
-    def header_lengths(self) -> array[int]:
-        """Lengths of the headers in the source, with framing."""
-        return self.numbers[::_EACH]
-
-    @property
-    def page_lengths(self) -> array[int]:
-        """Lengths of the pages in the source, with framing."""
-        return self.numbers[1::_EACH]
-
-    @property
-    def ordinals(self) -> array[int]:
-        """Page ordinals, `NO_PAGE_ORDINAL` for the dictionary page."""
-        return self.numbers[2::_EACH]
-
-    @property
     def has_dictionary_page(self) -> bool:
         """Whether the first page is a dictionary page."""
-        return bool(self.numbers) and self.numbers[2] == NO_PAGE_ORDINAL
+        return bool(self.numbers) and self.page(0)[2] == NO_PAGE_ORDINAL
+
+    def page(self, position: int) -> tuple[int, int, int, int, int, int]:
+        """Return the numbers of the page at a position."""
+        return _NUMBERS.unpack_from(self.numbers, position * _NUMBERS.size)
 
     def each(self, first: int, last: int) -> Iterator[tuple[int, int, int, int, int, int]]:
         """Yield the numbers of the pages from position `first` up to `last`."""
-        numbers = iter(self.numbers[first * _EACH : last * _EACH])
-        return zip(numbers, numbers, numbers, numbers, numbers, numbers, strict=True)
+        return _NUMBERS.iter_unpack(self.numbers[first * _NUMBERS.size : last * _NUMBERS.size])
 
     def header_end(self, position: int) -> int:
         """Return where in `headers` the header of the page before a position ends."""
-        return self.numbers[position * _EACH - 2] if position else 0
+        return self.page(position - 1)[4] if position else 0
 
 
-_EACH = 6
+_NUMBERS = struct.Struct("<6q")
 
 
 def output_lengths(pages: ChunkPages, reader: ChunkCipher | None, writer: ChunkCipher | None) -> list[int]:
@@ -341,7 +330,8 @@ def walk_chunk(
     added = (writer.page_framing if writer is not None else 0) - (reader.page_framing if reader is not None else 0)
     is_copied = reader is None and writer is None
     header_framing = 0 if writer is None else GCM_FRAMING
-    headers, add = bytearray(), pages.numbers.extend
+    headers, numbers = bytearray(), bytearray()
+    pack = _NUMBERS.pack
     position = output_length = 0
     page_end = start
     for page_ordinal, facts, offset, page_offset, _ in walk_pages(
@@ -382,17 +372,10 @@ def walk_chunk(
                 headers += with_sizes(facts, new_length, new_crc)
             output_length += header_framing
         output_length += new_length
-        add(
-            (
-                header_length,
-                page_length,
-                page_ordinal,
-                NOTHING if crc is None else crc,
-                len(headers),
-                crc_place,
-            )
-        )
+        stated_crc = NOTHING if crc is None else crc
+        numbers += pack(header_length, page_length, page_ordinal, stated_crc, len(headers), crc_place)
     pages.count = position
+    pages.numbers = bytes(numbers)
     pages.headers = bytes(headers)
     pages.source_end = page_end
     pages.output_length = output_length + len(headers)

@@ -26,8 +26,9 @@ from parquet_keytools.format.structs import (
     FileMetaData,
     Records,
     RowGroup,
+    usual_key_metadata,
 )
-from parquet_keytools.format.thrift import read_struct
+from parquet_keytools.format.thrift import WireType, read_struct
 from parquet_keytools.secret_bytes import SecretBytes
 
 
@@ -100,7 +101,7 @@ def columns_of(
                 f"row group {ordinal} has {len(these)} chunks for {len(leaves)} leaf columns."
             )
     if chunks:
-        first = chunks[0].along(ColumnChunk.PATH_OF_KEY) if isinstance(chunks[0], Records) else chunks[0]
+        first = chunks[0].passing() if isinstance(chunks[0], Records) else chunks[0]
         columns = [_column_of(leaf, chunk) for leaf, chunk in zip(leaves, first, strict=True)]
     else:
         columns = [FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.PLAINTEXT, None) for leaf in leaves]
@@ -121,6 +122,11 @@ def check_chunk(row_group_ordinal: int, leaf: LeafColumn, chunk: ColumnChunk, co
 
 
 def _column_of(leaf: LeafColumn, chunk: ColumnChunk) -> FooterColumn:
+    stored = chunk.struct.entry_bytes(ColumnChunk.crypto_metadata.field_id)
+    if stored is not None and stored[0] is WireType.STRUCT:
+        key_metadata = usual_key_metadata(stored[1], leaf.path)
+        if key_metadata is not None:
+            return FooterColumn(leaf.path, leaf.ordinal, ColumnEncryption.COLUMN_KEY, key_metadata)
     crypto = chunk.crypto_metadata
     if crypto is None:
         if chunk.encrypted_column_metadata is not None:

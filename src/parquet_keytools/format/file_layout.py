@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, NoReturn, Protocol, Self
+from typing import NamedTuple, NoReturn, Protocol
 
 from parquet_keytools.errors import DraftFormatError, FileChangedError, ParquetFormatError
 from parquet_keytools.format.structs import (
@@ -463,15 +463,18 @@ class ChunkPlaces(NamedTuple):
     bloom_filter_offset: int | None
     bloom_filter_length: int | None
 
-    @classmethod
-    def of(cls, metadata: ColumnMetaData) -> Self:
-        """Return the places in a chunk's metadata."""
-        data, dictionary, index, length, bloom_filter, bloom_filter_length = metadata.struct.numbers(_PLACES)
-        if data is None or length is None:
-            # One of them says what is missing.
-            data, length = metadata.data_page_offset, metadata.total_compressed_size
-        return cls._make((data, dictionary, index, length, bloom_filter, bloom_filter_length))
 
+def places_of(metadata: ColumnMetaData) -> Places:
+    """Return the places in a chunk's metadata."""
+    data, dictionary, index, length, bloom_filter, bloom_filter_length = metadata.struct.numbers(_PLACES)
+    if data is None or length is None:
+        # One of them says what is missing.
+        data, length = metadata.data_page_offset, metadata.total_compressed_size
+    return data, dictionary, index, length, bloom_filter, bloom_filter_length
+
+
+Places = tuple[int, int | None, int | None, int, int | None, int | None]
+"""The fields of `ChunkPlaces`, in their order."""
 
 _PLACES: IntegerFields = (
     (ColumnMetaData.data_page_offset.field_id, WireType.I64),
@@ -495,7 +498,7 @@ def regions_of(
     metadata: ColumnMetaData,
     row_group_ordinal: int,
     column_ordinal: int,
-    places: ChunkPlaces | None = None,
+    places: Places | None = None,
 ) -> list[Region]:
     """Return the regions of a chunk, from its full metadata; raise `ParquetFormatError` for wrong lengths."""
     # Old writers state an empty path for data in the file itself.
@@ -506,7 +509,7 @@ def regions_of(
             hint="Use the data files themselves.",
         )
     if places is None:
-        places = ChunkPlaces.of(metadata)
+        places = places_of(metadata)
     regions = regions_at(places, chunk.struct.numbers(INDEX_PLACES), row_group_ordinal, column_ordinal)
     for region in regions[1:]:
         if region.length is None and region.kind is not RegionKind.BLOOM_FILTER:
@@ -517,11 +520,10 @@ def regions_of(
 
 
 def regions_at(
-    places: Sequence[int | None], indexes: Sequence[int | None], row_group_ordinal: int, column_ordinal: int
+    places: Places, indexes: Sequence[int | None], row_group_ordinal: int, column_ordinal: int
 ) -> list[Region]:
     """Return the regions of a chunk: its pages, Bloom filter and indexes; see `ChunkPlaces` and `INDEX_PLACES`."""
     data_page, dictionary_page, index_page, length, bloom_filter, bloom_filter_length = places
-    assert data_page is not None
     # Writers leave 0 where there is no such page.
     start = data_page
     for page in (dictionary_page, index_page):

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 from parquet_keytools.errors import ParquetFormatError
-from parquet_keytools.format.thrift import Entry, Struct, Structs, ThriftList, WireType, read_struct, write_value
+from parquet_keytools.format.thrift import (
+    Entry,
+    Struct,
+    Structs,
+    ThriftList,
+    WireType,
+    read_struct,
+    read_varint,
+    write_value,
+)
 
 # --- Records: typed views on Thrift structs, which keep the fields that they do not know ---
 # A record keeps the struct with all its fields, known and unknown, and reads and writes the ones it knows.
@@ -131,11 +140,11 @@ def nested(record: type[RecordT]) -> _Codec[RecordT]:
 
 
 class Records(Sequence[RecordT]):
-    """The records of a list whose structs are read when they are asked for."""
+    """The records of a long list, each of which is made, and its struct read, when it is asked for."""
 
     __slots__ = ("_record", "_structs")
 
-    def __init__(self, record: type[RecordT], structs: Structs) -> None:
+    def __init__(self, record: type[RecordT], structs: Structs | list[Struct]) -> None:
         self._record = record
         self._structs = structs
 
@@ -143,14 +152,20 @@ class Records(Sequence[RecordT]):
         return len(self._structs)
 
     def __getitem__(self, position: Any) -> Any:
-        return self._record(self._structs.read(position, self._record.PATH))
+        structs = self._structs
+        if isinstance(position, slice):
+            return [self[number] for number in range(len(self))[position]]
+        if isinstance(structs, list):
+            return self._record(structs[position])
+        return self._record(structs.read(position, self._record.PATH))
 
     def __iter__(self) -> Iterator[RecordT]:
         return map(self.__getitem__, range(len(self._structs)))
 
-    def along(self, path: Sequence[int]) -> Iterator[RecordT]:
-        """Yield the records, with what is along a path found on the way; what was not read yet is not kept."""
-        return map(self._record, self._structs.along(path))
+    def passing(self) -> Iterator[RecordT]:
+        """Yield the records; what was not read yet is not kept."""
+        structs = self._structs
+        return map(self._record, structs if isinstance(structs, list) else structs.passing())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -159,11 +174,11 @@ class Records(Sequence[RecordT]):
 
 
 def records_of(record: type[RecordT]) -> _Codec[Sequence[RecordT]]:
-    """Return how a long list of records lies in a field: if its structs were only located, so are its records."""
+    """Return how a long list of records lies in a field; see `Records`."""
     whole = list_of(nested(record))
 
     def load(wire_type: WireType, value: ThriftList) -> Sequence[RecordT]:
-        if isinstance(value.elements, Structs):
+        if value.element_type is WireType.STRUCT:
             return Records(record, value.elements)
         return whole.load(wire_type, value)
 
@@ -286,6 +301,19 @@ class EncryptionWithColumnKey(Record):
         return _has_path(self, EncryptionWithColumnKey.path_in_schema, path)
 
 
+def usual_key_metadata(crypto_metadata: bytes, path: tuple[str, ...]) -> bytes | None:
+    """Return the key metadata of a column with this path, which has a key of its own.
+
+    `crypto_metadata` is a `ColumnCryptoMetaData` as nearly all writers write it; None for any other bytes.
+    """
+    # Of thousands of columns, so nothing is read that can be compared: union field 2, its path, a key metadata.
+    before = b"\x2c\x19" + path_bytes(path) + b"\x18"
+    if not crypto_metadata.startswith(before) or crypto_metadata[-2:] != b"\0\0":
+        return None
+    length, start = read_varint(crypto_metadata, len(before))
+    return crypto_metadata[start:-2] if start + length == len(crypto_metadata) - 2 else None
+
+
 class ColumnCryptoMetaData(Record):
     """Union: exactly one is set."""
 
@@ -361,7 +389,6 @@ class ColumnChunk(Record):
     """A column chunk: where it lies, and how it is encrypted."""
 
     PATH = (3,)  # Its metadata.
-    PATH_OF_KEY = (8, 2)  # What says which key of its own it has.
 
     file_path = Optional(1, TEXT)
     file_offset = Optional(2, I64)

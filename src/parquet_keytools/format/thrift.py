@@ -136,7 +136,7 @@ def pass_value(data: bytes | bytearray | memoryview, code: int, at: int, depth: 
                         length += (data[at] - 1) << 7
                         at += 1
                     else:
-                        length, at = _varint(data, at - 1)
+                        length, at = read_varint(data, at - 1)
                 at += length
             elif code == 5 or code == 6:
                 if data[at] > 0x7F:
@@ -166,7 +166,7 @@ def pass_value(data: bytes | bytearray | memoryview, code: int, at: int, depth: 
                 at = pass_value(data, code, at, depth + 1)
         return at
     if code == 8:
-        length, at = _varint(data, at)
+        length, at = read_varint(data, at)
         return at + length
     if code == 11:
         count, types, at = _map_header(data, at)
@@ -192,7 +192,7 @@ def _after_varint(data: Any, at: int, bits: int) -> int:
     return at + 1
 
 
-def _varint(data: Any, at: int, bits: int = 32) -> tuple[int, int]:
+def read_varint(data: Any, at: int, bits: int = 32) -> tuple[int, int]:
     """Return an integer without a sign, and where it ends."""
     value = data[at]
     at += 1
@@ -212,7 +212,7 @@ def _varint(data: Any, at: int, bits: int = 32) -> tuple[int, int]:
 
 def read_integer(data: Any, at: int, bits: int) -> tuple[int, int]:
     """Return an integer with a sign, and where it ends."""
-    value, at = _varint(data, at, bits)
+    value, at = read_varint(data, at, bits)
     return (value >> 1) ^ -(value & 1), at
 
 
@@ -221,13 +221,13 @@ def _list_header(data: Any, at: int) -> tuple[int, int, int]:
     header = data[at]
     count, at = header >> 4, at + 1
     if count == 15:
-        count, at = _varint(data, at)
+        count, at = read_varint(data, at)
     return _checked_count(data, at, count), header & 0x0F, at
 
 
 def _map_header(data: Any, at: int) -> tuple[int, int, int]:
     """Return the number of pairs, the byte with the types of keys and values, and where the first pair begins."""
-    count, at = _varint(data, at)
+    count, at = read_varint(data, at)
     if count == 0:
         return 0, 0, at
     return _checked_count(data, at, count), data[at], at + 1
@@ -287,7 +287,7 @@ class _Document:
                 length = data[at]
                 at += 1
                 if length > 0x7F:
-                    length, at = _varint(data, at - 1)
+                    length, at = read_varint(data, at - 1)
                 at += length
             elif field_id == wanted and (code == 9 or code == 12):
                 assert path is not None
@@ -330,7 +330,7 @@ class _Document:
         if code == 5 or code == 6:
             return read_integer(data, at, 32 if code == 5 else 64)
         if code == 8:
-            length, at = _varint(data, at)
+            length, at = read_varint(data, at)
             return bytes(data[at : at + length]), at + length
         if code == 12:
             self.charge(_STRUCT_BYTES)
@@ -371,6 +371,7 @@ class _Document:
 
 
 _NOTHING = _Document(b"\0")
+_EMPTY: Mapping[int, Any] = {}
 
 
 class Structs(Sequence["Struct"]):
@@ -400,11 +401,11 @@ class Structs(Sequence["Struct"]):
             struct = self._read.setdefault(position, struct)
         return struct
 
-    def along(self, path: Sequence[int]) -> Iterator[Struct]:
-        """Yield the structs, as `read` returns them with a path; those that were not read yet are not kept."""
+    def passing(self) -> Iterator[Struct]:
+        """Yield the structs; those that were not read yet are not kept."""
         for position in range(len(self)):
             struct = self._read.get(position)
-            yield self._document.struct(self._places[position], self._depth, path)[0] if struct is None else struct
+            yield self._document.struct(self._places[position], self._depth)[0] if struct is None else struct
 
     def written(self) -> Iterator[bytes]:
         """Yield the bytes of each struct."""
@@ -477,7 +478,7 @@ class Struct:
         """Return whether it has a field."""
         if self._values and field_id in self._values:
             return self._values[field_id] is not None
-        return self._position(field_id) >= 0
+        return field_id in self._ids
 
     def has_types(self, wanted: Mapping[int, WireType]) -> bool:
         """Return whether it has fields with these types, by id."""
@@ -526,12 +527,12 @@ class Struct:
         """Return the values of fields that are integers; None where there is none, or of another type."""
         found: list[int | None] = []
         data, start, ids, places = self._document.data, self._start, self._ids, self._places
-        if type(ids) is not bytes or self._values:
-            entries = [(self.entry(field_id, (wire_type,)), wire_type) for field_id, wire_type in fields]
-            return [
-                entry[1] if entry is not None and entry[0] is wire_type else None for entry, wire_type in entries
-            ]
+        values = self._values or _EMPTY
         for field_id, wire_type in fields:
+            if field_id in values or type(ids) is not bytes:
+                entry = self.entry(field_id, (wire_type,))
+                found.append(entry[1] if entry is not None and entry[0] is wire_type else None)
+                continue
             position = ids.find(field_id)
             at = start + places[position]
             header = data[at]
@@ -541,7 +542,7 @@ class Struct:
             at = at + 1 if header > 0x0F else _after_varint(data, at + 1, 16)
             value = data[at]
             if value > 0x7F:
-                value, _ = _varint(data, at, 64)
+                value, _ = read_varint(data, at, 64)
             found.append((value >> 1) ^ -(value & 1))
         return found
 

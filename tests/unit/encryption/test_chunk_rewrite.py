@@ -19,7 +19,7 @@ from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher
 from parquet_keytools.encryption.protection import ColumnEncryption
 from parquet_keytools.errors import DecryptionError, FormatLimitError, ParquetFormatError
-from parquet_keytools.format.file_layout import ChunkPlaces, Region, RegionKind
+from parquet_keytools.format.file_layout import Region, RegionKind, places_of
 from parquet_keytools.format.structs import (
     BloomFilterHeader,
     ColumnChunk,
@@ -119,7 +119,7 @@ def test_page_indexes_are_laid_out_after_their_pages(
     chunk.meta_data.data_page_offset, chunk.meta_data.total_compressed_size = 100, 50
     chunk.offset_index_offset, chunk.offset_index_length = offset_index, 20
     chunk.column_index_offset, chunk.column_index_length = column_index, 10
-    rewrite = ChunkRewrite(chunk, chunk.meta_data, None, None)
+    rewrite = ChunkRewrite(chunk.struct, chunk.meta_data.struct, None, None)
     found = in_order([(row_group, [rewrite])], 500, None)
     assert [region.kind for region in found] == order
 
@@ -342,8 +342,8 @@ def test_a_place_that_no_module_fits_into(indexed: bytes, kind: RegionKind, leng
     }[kind]
     assert offset is not None
     region = Region(kind, 0, 0, offset, length, offset + length)
-    rewrite = ChunkRewrite(chunk, metadata, reader, None)
-    rewrite.places = ChunkPlaces.of(metadata)
+    rewrite = ChunkRewrite(chunk.struct, metadata.struct, reader, None)
+    rewrite.places = places_of(metadata)
     with pytest.raises(DecryptionError, match=r"too (short|few)|its length field says"):
         rewrite.lay_out(MemorySource(stored), region, 4, PagesMemory())
 

@@ -106,7 +106,7 @@ def with_damaged_pages(data: bytes, keys: NamedKeys, *, row_groups: range | None
                 writer=None,
                 expects_dictionary_page=bool(metadata.dictionary_page_offset),
             )
-            for header_length, page_length in zip(pages.header_lengths, pages.page_lengths, strict=True):
+            for header_length, page_length, *_ in pages.each(0, pages.count):
                 changed[start + header_length + page_length - 1] ^= 1
                 start += header_length + page_length
     return bytes(changed)
