@@ -309,7 +309,6 @@ class _DataSetFiles:
         self._folders: list[tuple[str, pc.Expression]] = []
         self.hidden: frozenset[str] = frozenset()
         self.names: list[str] = []
-        self.opened = FilesAhead(self.paths, lambda: partial(self._open, keys.kms_keys(self._known)))
 
     def dataset(
         self,
@@ -328,8 +327,10 @@ class _DataSetFiles:
         """
         request, paths = self._request, self.paths
         self._reads_folder_names = partitioning is not None if reads_folder_names is None else reads_folder_names
-        (first,) = self.opened.hold(paths[:1])
-        handler = ViewHandler(self._folder.filesystem, self.opened, self._denied_columns, reopen)
+        # They refer to this object, which must not refer to them: keys would live until a garbage collection.
+        files = FilesAhead(paths, lambda: partial(self._open, self._keys.kms_keys(self._known)))
+        (first,) = files.hold(paths[:1])
+        handler = ViewHandler(self._folder.filesystem, files, self._denied_columns, reopen)
         filesystem = pafs.PyFileSystem(handler)
         file_format = self._options.file_format()
         options = _factory_options(self._folder, partitioning)
@@ -337,7 +338,7 @@ class _DataSetFiles:
         schema = made.schema if schema is None else schema
         held = [first]
         if knows_denied:
-            held = self.opened.hold([paths[0], *_paths_left(made, schema, request.filters)])
+            held = files.hold([paths[0], *_paths_left(made, schema, request.filters)])
         fragments = list(made.get_fragments())
         self._folders = [(fragment.path, fragment.partition_expression) for fragment in fragments]
         handler.partitioning = found = made.partitioning
