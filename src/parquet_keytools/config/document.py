@@ -7,7 +7,6 @@ Texts refer to environment variables as `${NAME}`; a literal `${` is written `$$
 from __future__ import annotations
 
 import difflib
-import enum
 import os
 import re
 import stat
@@ -312,10 +311,8 @@ class _Walk:
         for name_node, value_node in node.value:
             if name_node.tag != _MERGE:
                 yield name_node, value_node, False
-            elif isinstance(value_node, SequenceNode):
-                merged.extend(value_node.value)
             else:
-                merged.append(value_node)
+                merged += value_node.value if isinstance(value_node, SequenceNode) else [value_node]
         for source in merged:
             if isinstance(source, MappingNode):
                 for name_node, value_node, _ in self._entries(source, path, depth + 1):
@@ -362,44 +359,37 @@ def expand(value: Any, environment: Mapping[str, str], mistakes: list[Mistake], 
 
     `mistakes` receives variables that are not set, and `${` without a name.
     """
-    if isinstance(value, str):
-        if value == WITHHELD:
-            message = "the secret was withheld when this configuration was printed."
-            mistakes.append(
-                Mistake(
-                    path, message, "Replace the text with the secret, preferably as ${NAME} from the environment."
-                )
-            )
-        text = _expand_text(value, environment, mistakes, path)
-        _check_unicode(text, mistakes, path)
-        return text
+
+    def mistake(message: str, hint: str = "") -> str:
+        mistakes.append(Mistake(path, message, hint))
+        return ""
+
+    def text_of(match: re.Match[str]) -> str:
+        name = match["name"]
+        if match[0] == "$${":
+            return "${"
+        if name is None:
+            return mistake("`${` is not followed by a name and `}`.", "A literal `${` is written `$${`.")
+        if name not in environment:
+            hint = "Set it, or write `$${` for a literal `${`."
+            return mistake(f"the environment variable {name} is not set.", hint)
+        return environment[name]
+
+    if isinstance(value, list):
+        return [expand(item, environment, mistakes, (*path, position)) for position, item in enumerate(value)]
     if isinstance(value, dict):
         return {
             _expand_name(name, mistakes, (*path, name)): expand(item, environment, mistakes, (*path, name))
             for name, item in value.items()
         }
-    if isinstance(value, list):
-        return [expand(item, environment, mistakes, (*path, position)) for position, item in enumerate(value)]
-    return value
-
-
-def _expand_text(text: str, environment: Mapping[str, str], mistakes: list[Mistake], path: YamlPath) -> str:
-    def replace(match: re.Match[str]) -> str:
-        name = match["name"]
-        if match[0] == "$${":
-            return "${"
-        if name is None:
-            mistakes.append(
-                Mistake(path, "`${` is not followed by a name and `}`.", "A literal `${` is written `$${`.")
-            )
-            return ""
-        if name not in environment:
-            hint = "Set it, or write `$${` for a literal `${`."
-            mistakes.append(Mistake(path, f"the environment variable {name} is not set.", hint))
-            return ""
-        return environment[name]
-
-    return _REFERENCE.sub(replace, text)
+    if not isinstance(value, str):
+        return value
+    if value == WITHHELD:
+        hint = "Replace the text with the secret, preferably as ${NAME} from the environment."
+        mistake("the secret was withheld when this configuration was printed.", hint)
+    text = _REFERENCE.sub(text_of, value)
+    _check_unicode(text, mistakes, path)
+    return text
 
 
 def _expand_name(name: Any, mistakes: list[Mistake], path: YamlPath) -> Any:
@@ -421,14 +411,8 @@ def _check_unicode(text: str, mistakes: list[Mistake], path: YamlPath) -> None:
 # --- the document of a configuration, without its secrets ---
 
 
-class Redacted(enum.Enum):
-    """Replaces a literal secret in a document."""
-
-    SECRET = "redacted"  # noqa: S105 - it replaces a secret
-
-
 WITHHELD = "(secret withheld)"
-"""Replaces a secret in a document that is shown; a configuration with this text is refused."""
+"""Replaces a literal secret in a document; a configuration with this text is refused."""
 
 
 @dataclass(frozen=True)
@@ -437,7 +421,7 @@ class DocumentSource:
 
     `file` is the YAML file as the caller named it, for errors; `path` its absolute path, or None if other
     processes cannot read the same content, as with pipes. Relative paths start in `folder`. `document` has
-    `${NAME}` as written and `Redacted.SECRET` in place of secrets. `exposed_to` names other users who may read the
+    `${NAME}` as written and `WITHHELD` in place of secrets. `exposed_to` names other users who may read the
     file.
     """
 
@@ -456,11 +440,6 @@ class DocumentSource:
     def redacted_paths(self) -> list[YamlPath]:
         """Paths of the literal secrets in the document."""
         return list(_redacted_paths(self.document, ()))
-
-    @property
-    def shown(self) -> Any:
-        """The document as JSON values, with a text in place of each secret."""
-        return map_values(self.document, lambda value: WITHHELD if value is Redacted.SECRET else value)
 
 
 def exposed_to(found: os.stat_result) -> str:
@@ -482,14 +461,12 @@ def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
-def _redacted_paths(value: Any, path: YamlPath) -> Sequence[YamlPath]:
-    if value is Redacted.SECRET:
-        return [path]
-    if isinstance(value, dict):
-        return [found for name, item in value.items() for found in _redacted_paths(item, (*path, name))]
-    if isinstance(value, list):
-        return [found for place, item in enumerate(value) for found in _redacted_paths(item, (*path, place))]
-    return []
+def _redacted_paths(value: Any, path: YamlPath) -> Iterator[YamlPath]:
+    if value == WITHHELD:
+        yield path
+    elif isinstance(value, dict | list):
+        for step, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _redacted_paths(item, (*path, step))
 
 
 def redacted(document: Mapping[str, Any], kms: pydantic.BaseModel | None) -> dict[str, Any]:
@@ -520,9 +497,9 @@ def _redact(value: Any) -> Any:
     """Redact everything except None, booleans and environment variables."""
     is_reference = isinstance(value, str) and _REFERENCES_ONLY.fullmatch(value)
     is_safe = value is None or isinstance(value, bool) or is_reference
-    return value if is_safe else Redacted.SECRET
+    return value if is_safe else WITHHELD
 
 
 def _without_object(value: Any) -> Any:
     """Redact what YAML cannot express, such as a `SecretStr`."""
-    return value if value is None or isinstance(value, (bool, int, float, str)) else Redacted.SECRET
+    return value if value is None or isinstance(value, (bool, int, float, str)) else WITHHELD

@@ -259,32 +259,37 @@ def resolve_columns(
     are plaintext, and no error.
     """
     _, table = configuration.select_table(table_name)
+    at: YamlPath = ("tables", table_name)
+    shared = table.footer_key if table.footer_key in configuration.data_keys else None
+    unlisted = ChosenKey("plaintext", None)
     if table.unlisted_columns == "footer_key":
         unlisted = ChosenKey("footer_key", table.footer_key)
-    else:
-        unlisted = ChosenKey("plaintext", None)
-    shared = table.footer_key if table.footer_key in configuration.data_keys else None
     keys = dict.fromkeys(leaf_paths, unlisted)
     dotted_paths = _DottedPaths(leaf_paths)
     mistakes: list[Mistake] = []
 
-    def give_keys(
-        covers: Callable[[str], list[ColumnPath]], *, must_cover: bool, spared: Collection[ColumnPath]
-    ) -> Collection[ColumnPath]:
-        """Assign keys to the columns that patterns cover, and return these columns."""
-        covered_by: dict[ColumnPath, tuple[str, str]] = {}
+    def chosen(key_name: str, label: Label | None = None) -> ChosenKey:
+        kind: Literal["footer_key", "column_key"] = "footer_key" if key_name == shared else "column_key"
+        return ChosenKey(kind, key_name, is_listed=True, label=label)
+
+    covered: dict[ColumnPath, tuple[str, str]] = {}
+    ways: list[Callable[[str], list[ColumnPath]]] = [dotted_paths.covered_by]
+    if for_reading:
+        ways.append(partial(dotted_paths.also_covered_by, ignores_case=ignores_case))
+    for covered_by in ways:
+        spared = set(covered)
         for key_name, patterns in table.column_keys.items():
             for position, pattern in enumerate(patterns):
-                path: YamlPath = ("tables", table_name, "column_keys", key_name, position)
-                covered = covers(pattern)
-                if not covered and must_cover:
+                path: YamlPath = (*at, "column_keys", key_name, position)
+                leaves = covered_by(pattern)
+                if not leaves and not for_reading:
                     # Finding a hint searches every column, so skip it for mistakes that the error does not list.
                     hint = did_you_mean(pattern, dotted_paths) if len(mistakes) < MOST_REPORTED else ""
                     mistakes.append(Mistake(path, f"{pattern!r} matches no column.", hint))
-                for leaf in covered:
+                for leaf in leaves:
                     if leaf in spared:
                         continue
-                    other_key, other_pattern = covered_by.setdefault(leaf, (key_name, pattern))
+                    other_key, other_pattern = covered.setdefault(leaf, (key_name, pattern))
                     if other_key != key_name:
                         message = (
                             f"column {'.'.join(leaf)!r} has two keys: {key_name!r} by {pattern!r}, "
@@ -292,51 +297,35 @@ def resolve_columns(
                         )
                         mistakes.append(Mistake(path, message))
                     keys[leaf] = chosen(key_name)
-        return covered_by.keys()
-
-    def chosen(key_name: str, label: Label | None = None) -> ChosenKey:
-        kind: Literal["footer_key", "column_key"] = "footer_key" if key_name == shared else "column_key"
-        return ChosenKey(kind, key_name, is_listed=True, label=label)
-
-    def use_labels() -> None:
-        """Give keys to columns that `column_keys` does not list."""
-        path: YamlPath = ("tables", table_name)
+    if table.labels_from:
         labels = table.labels
         plaintext = {leaf for pattern in table.plaintext_columns for leaf in dotted_paths.covered_by(pattern)}
-        of_fields = labels.of_fields(leaf_paths, field_labels, path, mistakes, is_iceberg=is_iceberg)
+        of_fields = labels.of_fields(leaf_paths, field_labels, at, mistakes, is_iceberg=is_iceberg)
         for leaf in leaf_paths:
             if leaf in covered:
                 continue
             label, other = labels.of(leaf), of_fields.get(leaf)
             if label is not None and other is not None and label.key != other.key:
                 message = f"column {'.'.join(leaf)!r} has contradicting labels: {label.text}, and {other.text}."
-                mistakes.append(Mistake((*path, "labels_from"), message, HOW_TO_LABEL))
+                mistakes.append(Mistake((*at, "labels_from"), message, HOW_TO_LABEL))
             # The data may strengthen a label, and never weaken it.
             if label is None or label.key is None:
                 label = other or label
             default = None if labels.unlabelled is None or leaf in plaintext else labels.unlabelled.key
-            if label is not None:
-                key = label.key
-                keys[leaf] = ChosenKey("plaintext", None, label=label) if key is None else chosen(key, label)
-            elif default is not None:
-                keys[leaf] = chosen(default)
-        if not for_reading:
-            for label in labels.unmatched(leaf_paths):
-                message = f"no column is named {label.column!r}, which has the label {label.text}."
-                hint = did_you_mean(label.column, dotted_paths) or "Columns without a label would be plaintext."
-                mistakes.append(Mistake((*path, "labels_from"), message, hint))
-
-    covered: Collection[ColumnPath] = give_keys(dotted_paths.covered_by, must_cover=not for_reading, spared=())
-    if for_reading:
-        more = partial(dotted_paths.also_covered_by, ignores_case=ignores_case)
-        covered = {*covered, *give_keys(more, must_cover=False, spared=covered)}
-    if table.labels_from:
-        use_labels()
+            found = default if label is None else label.key
+            if found is not None:
+                keys[leaf] = chosen(found, label)
+            elif label is not None:
+                keys[leaf] = ChosenKey("plaintext", None, label=label)
+        for label in () if for_reading else labels.unmatched(leaf_paths):
+            message = f"no column is named {label.column!r}, which has the label {label.text}."
+            hint = did_you_mean(label.column, dotted_paths) or "Columns without a label would be plaintext."
+            mistakes.append(Mistake((*at, "labels_from"), message, hint))
     if not for_reading:
         undecided = [] if may_be_undecided else undecided_columns(table, leaf_paths)
         names = [".".join(leaf) for leaf in undecided if keys[leaf].label is None]
         if names:
-            path = ("tables", table_name, "unlabelled" if table.labels_from else "unlisted_columns")
+            path = (*at, "unlabelled" if table.labels_from else "unlisted_columns")
             message = (
                 f"the table does not say how to protect these columns, so nothing is written: {listed(names)}."
             )
@@ -346,7 +335,7 @@ def resolve_columns(
                 if (key := keys[leaf]).is_listed:
                     why = f"the label {key.label.text}" if key.label else "a key under column_keys"
                     message = f"column {'.'.join(leaf)!r} has {why} and is also listed as plaintext."
-                    mistakes.append(Mistake(("tables", table_name, "plaintext_columns", position), message))
+                    mistakes.append(Mistake((*at, "plaintext_columns", position), message))
     if mistakes:
         raise configuration.error_for(mistakes)
     return keys

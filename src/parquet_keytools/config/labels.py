@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -114,11 +115,8 @@ class Labels:
         """Return the label of a leaf column: its own, or else the nearest parent's. Case is ignored."""
         if not self.labels:
             return None
-        for path in nearest_first(leaf):
-            label = self.by_column.get(".".join(path).casefold())
-            if label is not None:
-                return label
-        return None
+        names = (".".join(path).casefold() for path in nearest_first(leaf))
+        return next((self.by_column[name] for name in names if name in self.by_column), None)
 
     def of_fields(
         self,
@@ -147,18 +145,17 @@ class Labels:
             elif found.key is not None:
                 by_field[field] = Label(".".join(field), class_name, found.key, place)
         labels = {}
+        there: set[ColumnPath] = set()
         for leaf in leaves if by_field else ():
-            near = (by_field.get(path) for path in nearest_first(leaf))
-            label = next((label for label in near if label is not None), None)
-            if label is not None:
-                labels[leaf] = label
-        if self._leaves_plaintext:
-            there = {path for leaf in leaves for path in nearest_first(leaf)}
-            for field, label in by_field.items():
-                if field not in there:
-                    message = f"no column is named {label.column!r}, which has the label {label.text}."
-                    hint = "Columns without a label would be plaintext."
-                    mistakes.append(Mistake((*path, "labels_from"), message, hint))
+            near = list(nearest_first(leaf))
+            there.update(near)
+            if (nearest := next((name for name in near if name in by_field), None)) is not None:
+                labels[leaf] = by_field[nearest]
+        for field, label in by_field.items() if self._leaves_plaintext else ():
+            if field not in there:
+                message = f"no column is named {label.column!r}, which has the label {label.text}."
+                hint = "Columns without a label would be plaintext."
+                mistakes.append(Mistake((*path, "labels_from"), message, hint))
         return labels
 
     @property
@@ -217,176 +214,141 @@ def unknown_class(name: str, place: str, classes: Iterable[str]) -> tuple[str, s
 # --- reading labels ---
 
 
-Lines = Mapping[YamlPath, int]
+_Entry = tuple[str, str, str, bool]
+"""A column, its label, where it was found, and whether it is a tag, which need not be a class."""
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """Reads the labels of one source; `name` is of the model or schema, and `problems` messages and hints."""
-
-    source: LabelSource
-    name: str
-    folder: Path
-    classes: Mapping[str, ClassSettings]
-    labels: list[Label] = dataclasses.field(default_factory=list)
-    problems: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-
-    def add(self, column: str, class_name: str, place: str) -> None:
-        found = self.classes.get(class_name)
-        if found is None:
-            self.problems.append(unknown_class(class_name, f"column {column!r} in {place}", self.classes))
-        else:
-            self.labels.append(Label(column, class_name, found.key, place))
-
-    def add_tags(self, column: str, tags: Iterable[str], place: str) -> None:
-        """Add the tags that are classes. Others mean something else."""
-        for tag in tags:
-            if tag in self.classes:
-                self.add(column, tag, place)
-
-    def read(self) -> None:
-        source = self.source
-        try:
-            if source.columns is not None:
-                for column, class_name in source.columns.items():
-                    self.add(column, class_name, source.places.get(column, "the configuration"))
-            elif source.csv is not None:
-                self._csv(source.csv)
-            elif source.dbt is not None:
-                self._dbt(source.dbt)
-            elif source.contract is not None:
-                self._contract(source.contract)
-        except OSError as error:
-            self.problems.append((f"the file cannot be read: {error.strerror or type(error).__name__}.", ""))
-        except ImportError as error:
-            extra = "dbt" if source.dbt is not None else "contract"
-            self.problems.append((f"{error.name} is not installed.", f"pip install 'parquet-keytools[{extra}]'"))
-        except _NotValidError as error:
-            self.problems.append((f"{error}.", ""))
-
-    def _text(self, name: str) -> str:
-        with (self.folder / expanded(name)).open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise _NotValidError(f"the file is larger than {_MOST_BYTES:,} bytes")
-        try:
-            return content.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise _NotValidError("the file is not UTF-8 text") from None
-
-    def _csv(self, name: str) -> None:
-        rows = csv.reader(self._text(name).splitlines())
-        header = [cell.strip() for cell in next(rows, [])]
-        if header[:2] != ["column", "class"]:
-            raise _NotValidError("the first line of the CSV file has to be `column,class`")
-        for row in rows:
-            if not any(row):
-                continue
-            if len(row) < 2 or not row[0].strip() or not row[1].strip():
-                raise _NotValidError(f"line {rows.line_num} of the CSV file has no column or no class")
-            self.add(row[0].strip(), row[1].strip(), f"{name}:{rows.line_num}")
-
-    def _dbt(self, name: str) -> None:
-        from dbt_artifacts_parser.parser import parse_manifest
-
-        try:
-            manifest: Any = parse_manifest(json.loads(self._text(name)), fallback_to_latest=True)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise _NotValidError("this is not a manifest that dbt writes") from None
-        nodes = [*(manifest.nodes or {}).values(), *(manifest.sources or {}).values()]
-        found = [node for node in nodes if node.name == self.name and getattr(node, "columns", None) is not None]
-        kinds = ("model", "source", "seed", "snapshot")
-        found = [node for node in found if getattr(node.resource_type, "value", node.resource_type) in kinds]
-        if len(found) != 1:
-            many = "no" if not found else f"{len(found)}"
-            hint = did_you_mean(self.name, {node.name for node in nodes}) or "Name it: `name:` beside `dbt:`."
-            self.problems.append((f"the manifest has {many} models or sources with the name {self.name!r}.", hint))
-            return
-        (node,) = found
-        lines = self._dbt_lines(name, node)
-        for key, column in (node.columns or {}).items():
-            column_name = getattr(column, "name", None) or key
-            place = lines.get(column_name, f"{name} ({node.unique_id})")
-            config = getattr(column, "config", None)
-            metas = [getattr(column, "meta", None), getattr(config, "meta", None)]
-            for class_name in dict.fromkeys(
-                meta[self.source.field] for meta in metas if meta and self.source.field in meta
-            ):
-                self.add(column_name, str(class_name), place)
-            tags = [*_tags(getattr(column, "tags", None)), *_tags(getattr(config, "tags", None))]
-            self.add_tags(column_name, dict.fromkeys(tags), place)
-
-    def _dbt_lines(self, manifest: str, node: Any) -> dict[str, str]:
-        """Return the place of each column in the YAML file that describes a model, as far as it is there."""
-        patch = str(getattr(node, "patch_path", None) or getattr(node, "original_file_path", "")).rpartition(
-            "://"
-        )[2]
-        project = (self.folder / expanded(manifest)).parent.parent
-        try:
-            document = read_yaml((project / patch).read_bytes())
-        except (OSError, UnreadableYamlError):
-            return {}
-        places: dict[str, str] = {}
-        for path, line in document.lines.items():
-            match path:
-                case ("models" | "seeds" | "snapshots", int(model), "columns", int(column)):
-                    value = document.value
-                    try:
-                        described = value[path[0]][model]
-                        if described["name"] == node.name:
-                            places[described["columns"][column]["name"]] = f"{patch}:{line}"
-                    except (KeyError, TypeError, IndexError):
-                        continue
-        return places
-
-    def _contract(self, name: str) -> None:
-        from open_data_contract_standard.model import OpenDataContractStandard
-
-        text = self._text(name)
-        try:
-            contract = OpenDataContractStandard.from_string(text)
-        except Exception as error:
-            raise _NotValidError(f"this is not a data contract (ODCS): {type(error).__name__}") from None
-        schemas = list(enumerate(contract.schema_ or []))
-        found = [(at, schema) for at, schema in schemas if self.name in (schema.name, schema.physicalName)]
-        if len(found) != 1:
-            names = {schema.name or "" for _, schema in schemas}
-            hint = did_you_mean(self.name, names) or f"Name it: `name:` beside `contract:`. {one_of(names)}"
-            many = "no" if not found else f"{len(found)}"
-            self.problems.append((f"the contract has {many} schemas with the name {self.name!r}.", hint))
-            return
-        try:
-            lines = dict(read_yaml(text).lines)
-        except UnreadableYamlError:
-            lines = {}
-        at, schema = found[0]
-        self._properties(name, schema.properties, (), ("schema", at), lines)
-
-    def _properties(self, name: str, properties: Any, parents: ColumnPath, path: YamlPath, lines: Lines) -> None:
-        for position, found in enumerate(properties or []):
-            column = (*parents, found.physicalName or found.name or "")
-            self._property(name, found, column, (*path, "properties", position), lines)
-
-    def _property(self, name: str, found: Any, column: ColumnPath, path: YamlPath, lines: Lines) -> None:
-        place = f"{name}:{lines[path]}" if path in lines else name
-        if found.classification is not None:
-            self.add(".".join(column), found.classification, place)
-        self.add_tags(".".join(column), found.tags or [], place)
-        self._properties(name, found.properties, column, path, lines)
-        if found.items is not None:
-            self._property(name, found.items, column, (*path, "items"), lines)
-        if found.map is not None:
-            for part in ("key", "value"):
-                if (inner := getattr(found.map, part, None)) is not None:
-                    self._property(name, inner, (*column, part), (*path, "map", part), lines)
+class _NotReadError(Exception):
+    """Labels of a source cannot be read; has message and hint."""
 
 
-class _NotValidError(Exception):
-    pass
+def _entries(source: LabelSource, name: str, folder: Path) -> Iterator[_Entry]:
+    """Yield the labels of one source; `name` is of the model or schema."""
+    if source.columns is not None:
+        for column, label in source.columns.items():
+            yield column, label, source.places.get(column, "the configuration"), False
+    elif source.csv is not None:
+        yield from _of_csv(source.csv, folder)
+    elif source.dbt is not None:
+        yield from _of_dbt(source.dbt, name, source.field, folder)
+    elif source.contract is not None:
+        yield from _of_contract(source.contract, name, folder)
 
 
-def _tags(tags: Any) -> list[str]:
-    return [tags] if isinstance(tags, str) else [str(tag) for tag in tags or []]
+def _text(file_name: str, folder: Path) -> str:
+    with (folder / expanded(file_name)).open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise _NotReadError(f"the file is larger than {_MOST_BYTES:,} bytes.", "")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise _NotReadError("the file is not UTF-8 text.", "") from None
+
+
+def _of_csv(file_name: str, folder: Path) -> Iterator[_Entry]:
+    rows = csv.reader(_text(file_name, folder).splitlines())
+    header = [cell.strip() for cell in next(rows, [])]
+    if header[:2] != ["column", "class"]:
+        raise _NotReadError("the first line of the CSV file has to be `column,class`.", "")
+    for row in rows:
+        if not any(row):
+            continue
+        column, label = [cell.strip() for cell in (*row, "", "")][:2]
+        if not column or not label:
+            raise _NotReadError(f"line {rows.line_num} of the CSV file has no column or no class.", "")
+        yield column, label, f"{file_name}:{rows.line_num}", False
+
+
+def _of_dbt(file_name: str, name: str, field: str, folder: Path) -> Iterator[_Entry]:
+    from dbt_artifacts_parser.parser import parse_manifest
+
+    try:
+        manifest: Any = parse_manifest(json.loads(_text(file_name, folder)), fallback_to_latest=True)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _NotReadError("this is not a manifest that dbt writes.", "") from None
+    nodes = [*(manifest.nodes or {}).values(), *(manifest.sources or {}).values()]
+    found = [node for node in nodes if node.name == name and getattr(node, "columns", None) is not None]
+    kinds = ("model", "source", "seed", "snapshot")
+    found = [node for node in found if getattr(node.resource_type, "value", node.resource_type) in kinds]
+    if len(found) != 1:
+        hint = did_you_mean(name, {node.name for node in nodes}) or "Name it: `name:` beside `dbt:`."
+        raise _NotReadError(
+            f"the manifest has {len(found) or 'no'} models or sources with the name {name!r}.", hint
+        )
+    (node,) = found
+    lines = _dbt_lines((folder / expanded(file_name)).parent.parent, node)
+    for key, column in (node.columns or {}).items():
+        column_name = getattr(column, "name", None) or key
+        place = lines.get(column_name, f"{file_name} ({node.unique_id})")
+        parts = (column, getattr(column, "config", None))
+        metas = [getattr(part, "meta", None) or {} for part in parts]
+        for label in dict.fromkeys(meta[field] for meta in metas if field in meta):
+            yield column_name, str(label), place, False
+        tags = [getattr(part, "tags", None) or [] for part in parts]
+        listed = [tag for some in tags for tag in ([some] if isinstance(some, str) else map(str, some))]
+        for tag in dict.fromkeys(listed):
+            yield column_name, tag, place, True
+
+
+def _dbt_lines(project: Path, node: Any) -> dict[str, str]:
+    """Return the place of each column in the YAML file that describes a model, as far as it is there."""
+    described_in = getattr(node, "patch_path", None) or getattr(node, "original_file_path", "")
+    patch = str(described_in).rpartition("://")[2]
+    try:
+        document = read_yaml((project / patch).read_bytes())
+    except (OSError, UnreadableYamlError):
+        return {}
+    places: dict[str, str] = {}
+    for path, line in document.lines.items():
+        match path:
+            case ("models" | "seeds" | "snapshots", int(model), "columns", int(column)):
+                # A file that dbt does not read may have any form.
+                with suppress(KeyError, TypeError, IndexError):
+                    described = document.value[path[0]][model]
+                    if described["name"] == node.name:
+                        places[described["columns"][column]["name"]] = f"{patch}:{line}"
+    return places
+
+
+def _of_contract(file_name: str, name: str, folder: Path) -> Iterator[_Entry]:
+    from open_data_contract_standard.model import OpenDataContractStandard
+
+    text = _text(file_name, folder)
+    try:
+        contract = OpenDataContractStandard.from_string(text)
+    except Exception as error:
+        raise _NotReadError(f"this is not a data contract (ODCS): {type(error).__name__}.", "") from None
+    schemas = list(enumerate(contract.schema_ or []))
+    found = [(at, schema) for at, schema in schemas if name in (schema.name, schema.physicalName)]
+    if len(found) != 1:
+        names = {schema.name or "" for _, schema in schemas}
+        hint = did_you_mean(name, names) or f"Name it: `name:` beside `contract:`. {one_of(names)}"
+        raise _NotReadError(f"the contract has {len(found) or 'no'} schemas with the name {name!r}.", hint)
+    lines: Mapping[YamlPath, int] = {}
+    with suppress(UnreadableYamlError):
+        lines = read_yaml(text).lines
+
+    def of_properties(properties: Any, parents: ColumnPath, path: YamlPath) -> Iterator[_Entry]:
+        for position, one in enumerate(properties or []):
+            column = (*parents, one.physicalName or one.name or "")
+            yield from of_property(one, column, (*path, "properties", position))
+
+    def of_property(one: Any, column: ColumnPath, path: YamlPath) -> Iterator[_Entry]:
+        place = f"{file_name}:{lines[path]}" if path in lines else file_name
+        if one.classification is not None:
+            yield ".".join(column), one.classification, place, False
+        for tag in one.tags or []:
+            yield ".".join(column), tag, place, True
+        yield from of_properties(one.properties, column, path)
+        if one.items is not None:
+            yield from of_property(one.items, column, (*path, "items"))
+        for part in ("key", "value"):
+            if (inner := getattr(one.map, part, None)) is not None:
+                yield from of_property(inner, (*column, part), (*path, "map", part))
+
+    at, schema = found[0]
+    yield from of_properties(schema.properties, (), ("schema", at))
 
 
 def read_labels(
@@ -403,10 +365,22 @@ def read_labels(
     labels: list[Label] = []
     mistakes: list[Mistake] = []
     for position, source in enumerate(sources):
-        reading = _Reading(source, source.name or table_name, folder, classes)
-        reading.read()
-        labels += reading.labels
-        mistakes += [Mistake(("labels_from", position), *problem) for problem in reading.problems]
+        path: YamlPath = ("labels_from", position)
+        try:
+            for column, class_name, place, is_tag in _entries(source, source.name or table_name, folder):
+                if class_name in classes:
+                    labels.append(Label(column, class_name, classes[class_name].key, place))
+                elif not is_tag:
+                    problem = unknown_class(class_name, f"column {column!r} in {place}", classes)
+                    mistakes.append(Mistake(path, *problem))
+        except OSError as error:
+            mistakes.append(Mistake(path, f"the file cannot be read: {error.strerror or type(error).__name__}."))
+        except ImportError as error:
+            extra = "dbt" if source.dbt is not None else "contract"
+            hint = f"pip install 'parquet-keytools[{extra}]'"
+            mistakes.append(Mistake(path, f"{error.name} is not installed.", hint))
+        except _NotReadError as error:
+            mistakes.append(Mistake(path, *error.args))
     # Without a schema, `column_keys` may only seem to cover a column: the labels are kept.
     decided = [label for label in labels if not is_overridden(label.column)]
     return labels, [*mistakes, *_contradictions(decided)]
@@ -419,18 +393,18 @@ def _contradictions(labels: Sequence[Label]) -> Iterator[Mistake]:
         name = ".".join(without_wrappers(tuple(label.column.casefold().split("."))))
         other = first.setdefault(name, label)
         if other.key != label.key:
-            yield _contradiction(label.column, label, other)
+            yield _contradiction(label, other)
     for column, label in first.items():
         parts = column.split(".")
-        parents = (first.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
-        parent = next((parent for parent in parents if parent is not None), None)
-        if parent is not None and parent.key is not None and label.key is None:
-            yield _contradiction(label.column, label, parent)
+        parents = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
+        parent = next((first[parent] for parent in parents if parent in first), label)
+        if parent.key is not None and label.key is None:
+            yield _contradiction(label, parent)
 
 
-def _contradiction(column: str, label: Label, other: Label) -> Mistake:
+def _contradiction(label: Label, other: Label) -> Mistake:
     return Mistake(
         ("labels_from",),
-        f"column {column!r} has contradicting labels: {label.text}, and {other.text}.",
+        f"column {label.column!r} has contradicting labels: {label.text}, and {other.text}.",
         "Correct one of them, or list the column under column_keys, which overrides labels.",
     )

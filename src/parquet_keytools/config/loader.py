@@ -18,9 +18,9 @@ from pydantic_core import ErrorDetails
 
 from parquet_keytools.config.document import (
     MOST_BYTES,
+    WITHHELD,
     DocumentSource,
     Mistake,
-    Redacted,
     UnreadableYamlError,
     YamlDocument,
     YamlPath,
@@ -97,7 +97,7 @@ def portable_source(configuration: Configuration, sent: str) -> DocumentSource:
             f"a configuration that was built in Python cannot be {sent}.",
             hint="Use load_configuration, or parse_configuration with a mapping.",
         )
-    if source.document.get("kms") is Redacted.SECRET:
+    if source.document.get("kms") == WITHHELD:
         raise ConfigurationError(
             f"a configuration that was made for a KMS client in this process cannot be {sent}.",
             hint="Describe the KMS under `kms:` in the configuration instead.",
@@ -266,33 +266,25 @@ def _literal(text: str) -> str:
 
 def _kms_settings(document: Any) -> tuple[KmsSettings | None, list[Mistake]]:
     """Return the settings under `kms`, validated by the class of the KMS client, and the mistakes in them."""
-    broken = KmsSettings(type="unknown")
     if document is None or isinstance(document, KmsSettings):
         return document, []
     if not isinstance(document, dict):
-        return broken, [Mistake(("kms",), "this has to be a mapping with a `type`, or of names to such mappings.")]
-    if "type" not in document and any(name != "default" for name in document):
-        named = {name: one for name, one in document.items() if name != "default"}
-        if all(isinstance(one, dict) for one in named.values()):
-            return _named_kms_settings(named, document.get("default"))
-    return _one_kms_settings(document, ("kms",))
-
-
-def _named_kms_settings(
-    documents: Mapping[str, dict[str, Any]], default: Any
-) -> tuple[KmsSettings, list[Mistake]]:
-    """Return the settings of several KMSs, and the mistakes in them."""
+        message = "this has to be a mapping with a `type`, or of names to such mappings."
+        return KmsSettings(type="unknown"), [Mistake(("kms",), message)]
+    named, default = {name: one for name, one in document.items() if name != "default"}, document.get("default")
+    if not named or "type" in document or not all(isinstance(one, dict) for one in named.values()):
+        return _one_kms_settings(document, ("kms",))
     mistakes: list[Mistake] = []
     kmss: dict[str, KmsSettings] = {}
-    for name, document in documents.items():
+    for name, one in named.items():
         path = ("kms", name)
         if not NAME.fullmatch(name) or name in RESERVED_NAMES:
             message = "the name of a KMS has up to 64 letters, digits, `-` and `_`, and is not `DEFAULT`."
             mistakes.append(Mistake(path, message))
-        if "instance_id" in document:
+        if "instance_id" in one:
             message = f"files name this KMS {name!r}: with several KMSs, there is no other instance_id."
             mistakes.append(Mistake((*path, "instance_id"), message, "Leave it out."))
-        kmss[name], found = _one_kms_settings(document, path)
+        kmss[name], found = _one_kms_settings(one, path)
         mistakes += found
     if default is not None and default not in kmss:
         hint = did_you_mean(str(default), kmss) or one_of(kmss)

@@ -11,6 +11,7 @@ import shlex
 import string
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -724,10 +725,9 @@ class Configuration(StrictSettings):
         uses: list[tuple[YamlPath, str, str]] = []
         for table_name, table in self.tables.items():
             uses += [(("tables", table_name, *path), name, "") for path, name in table.key_names()]
-        for name, hash_key in self.hash_keys.items():
+        for name, hash_key in self.hash_keys.items() if self.kms is not None else ():
             use = ("hash_keys", name, "master_key")
-            if self.kms is not None:
-                uses.append((use, hash_key.master_key, "master keys wrap secrets of digests."))
+            uses.append((use, hash_key.master_key, "master keys wrap secrets of digests."))
         moves = self.rotation.moves
         for old, new in moves.items():
             uses += [(("rotation", "moves", old), n, "a rotation moves between master keys.") for n in (old, new)]
@@ -756,17 +756,13 @@ class Configuration(StrictSettings):
             elif identifiers[old] in targets:
                 hint = "Do these moves in separate rotations, one after the other."
                 yield Mistake(path, f"the master key {old!r} is to be moved and is the target of a move.", hint)
-        path = ("reading", "keys_without_metadata")
-        without_metadata = self.reading.keys_without_metadata
-        data_keys: dict[YamlPath, str] = {
-            (*path, "columns", column): name for column, name in without_metadata.columns.items()
-        }
-        if without_metadata.footer is not None:
-            data_keys[*path, "footer"] = without_metadata.footer
-        for path, name in data_keys.items():
-            if name not in self.data_keys:
-                hint = did_you_mean(name, self.data_keys)
-                yield Mistake(path, f"no key under data_keys is named {name!r}.", hint)
+        given = self.reading.keys_without_metadata
+        named: dict[YamlPath, str | None] = {("columns", column): name for column, name in given.columns.items()}
+        for path, data_key in (named | {("footer",): given.footer}).items():
+            if data_key is not None and data_key not in self.data_keys:
+                hint = did_you_mean(data_key, self.data_keys)
+                path = ("reading", "keys_without_metadata", *path)
+                yield Mistake(path, f"no key under data_keys is named {data_key!r}.", hint)
 
     def _impossible_templates(self, table: TableSettings) -> Iterator[Mistake]:
         """Yield names of keys with impossible placeholders; paths begin at the table."""
@@ -929,8 +925,8 @@ def one_value(values: Iterable[str], pattern: str) -> str | None:
 # --- AAD prefixes that begin another ---
 
 
-_NAME = None
-"""A file name in a template: one or more characters other than `/` and NUL."""
+_NAME = chr(256)
+"""Stands for a file name in a template: one or more characters other than `/` and NUL."""
 
 
 def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -939,27 +935,20 @@ def prefixes_that_begin_another(templates: Mapping[str, str]) -> Iterator[tuple[
     If the file unique has no fixed length, these are ambiguous; so are `part-1` and `part-10` of one table.
     """
     parsed = {name: _parsed(template, name) for name, template in templates.items()}
-    for one, first in parsed.items():
-        for other, second in parsed.items():
-            if _can_begin(first, second):
-                yield one, other
+    for one, other in itertools.product(parsed, repeat=2):
+        if _can_begin(parsed[one], parsed[other]):
+            yield one, other
 
 
-def _parsed(template: str, table_name: str) -> tuple[str | None, ...]:
-    """Return a template as a sequence of bytes, each as a character, and `_NAME`."""
+def _parsed(template: str, table_name: str) -> str:
+    """Return a template with a character for each byte, and `_NAME` for each file name."""
     if template.startswith(BASE64):
-        return tuple(prefix_bytes(template).decode("latin-1"))
-    parts: list[str | None] = []
-    for literal, placeholder, _, _ in string.Formatter().parse(template):
-        parts += literal.encode().decode("latin-1")
-        if placeholder == "table_name":
-            parts += table_name.encode().decode("latin-1")
-        elif placeholder is not None:
-            parts.append(_NAME)
-    return tuple(parts)
+        return prefix_bytes(template).decode("latin-1")
+    rendered = template.format(table_name=table_name, file_name="\0")
+    return rendered.encode().decode("latin-1").replace("\0", _NAME)
 
 
-def _can_begin(one: tuple[str | None, ...], other: tuple[str | None, ...]) -> bool:
+def _can_begin(one: str, other: str) -> bool:
     """Return whether a rendering of `one` can be the beginning of a longer rendering of `other`.
 
     Both are read in parallel, character by character. If a template has the name twice, each occurrence counts as
@@ -974,11 +963,11 @@ def _can_begin(one: tuple[str | None, ...], other: tuple[str | None, ...]) -> bo
         if place in seen or first == len(one) or second == len(other):
             continue
         seen.add(place)
-        characters = one[first], other[second]
-        if characters[0] == characters[1] or (_NAME in characters and not {"/", "\0"} & set(characters)):
+        characters = {one[first], other[second]}
+        if len(characters) == 1 or (_NAME in characters and characters.isdisjoint("/\0")):
             # A name may continue.
-            next_first = (first, first + 1) if characters[0] is _NAME else (first + 1,)
-            next_second = (second, second + 1) if characters[1] is _NAME else (second + 1,)
+            next_first = (first, first + 1) if one[first] == _NAME else (first + 1,)
+            next_second = (second, second + 1) if other[second] == _NAME else (second + 1,)
             waiting += itertools.product(next_first, next_second)
     return False
 
@@ -1000,28 +989,21 @@ def configuration_json_schema() -> dict[str, Any]:
     It has the fields of installed KMS clients by `type`, and accepts any other type. Rules across several fields
     are not checked.
     """
-    settings = _installed_settings()
+    models: dict[str, type[KmsSettings]] = {}
+    for kms in known_names():
+        # Treat a client that cannot be imported like a plug-in on another machine.
+        with suppress(ConfigurationError):
+            models[kms] = client_class(kms).Settings
     references, shared = models_json_schema(
-        [(Configuration, "validation"), *((model, "validation") for model in settings.values())]
+        [(Configuration, "validation"), *((model, "validation") for model in models.values())]
     )
     definitions: dict[str, Any] = shared["$defs"]
     schema = definitions.pop("Configuration")
-    definitions["Kms"] = _kms_schema({name: references[model, "validation"] for name, model in settings.items()})
+    definitions["Kms"] = _kms_schema({name: references[model, "validation"] for name, model in models.items()})
     schema["properties"]["kms"] = _kmss_schema(description=schema["properties"]["kms"]["description"])
     for name in ("KmsSettings", "NamedKmsSettings"):
         definitions.pop(name, None)
     return {"$schema": DIALECT, **schema, **_ABOUT, "$defs": definitions}
-
-
-def _installed_settings() -> dict[str, type[KmsSettings]]:
-    settings = {}
-    for name in known_names():
-        try:
-            settings[name] = client_class(name).Settings
-        except ConfigurationError:
-            # Treat a client that cannot be imported like a plug-in on another machine.
-            continue
-    return settings
 
 
 def _kms_schema(variants: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from parquet_keytools.format.file_layout import Bytes, RangedFile
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 
 MAGIC = b"AGS1"
+ENCRYPTED_MAGICS = (MAGIC, b"PARE")
+PLAINTEXT_MAGICS = {b"Obj\x01": "Avro", b"PAR1": "Parquet", b"PFA1": "Puffin"}
 BLOCK_LENGTH = 1 << 20
 HEADER_LENGTH = 8
 
@@ -31,7 +33,6 @@ _FULL_BLOCK = BLOCK_LENGTH + _FRAMING
 _HEADER = MAGIC + struct.pack("<I", BLOCK_LENGTH)
 _MAX_BLOCKS = 1 << 32
 _BLOCKS_PER_REQUEST = 8
-_PLAINTEXT_MAGICS = {b"Obj\x01": "Avro", b"PAR1": "Parquet", b"PFA1": "Puffin"}
 _pack_ordinal = struct.Struct("<I").pack
 
 
@@ -133,7 +134,7 @@ class Ags1Reader(RangedFile):
         file.seek(0, os.SEEK_END)
         length = file.tell()
         header = self._read_file(0, min(length, HEADER_LENGTH))
-        if (kind := _PLAINTEXT_MAGICS.get(header[:4])) is not None:
+        if (kind := PLAINTEXT_MAGICS.get(header[:4])) is not None:
             raise NotEncryptedError(
                 f"{path}: it is a plaintext {kind} file, but has the key metadata of an encrypted one.",
                 hint="Do not trust this file: someone replaced it.",

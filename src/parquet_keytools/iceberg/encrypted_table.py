@@ -106,6 +106,7 @@ class EncryptedTable(CommittingTable):
             table.name(), table.metadata, table.metadata_location, table.io, table.catalog, table.config
         )
         self._new_keys = NewKeys(self.reader.keys)
+        self._snapshot_keys: dict[int, tuple[EncryptionKey, ...]] = {}
         self.is_sent = False
 
     @property
@@ -248,14 +249,19 @@ class EncryptedTable(CommittingTable):
             )
 
     def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
-        """Commit updates that add no snapshot."""
-        if any(isinstance(update, AddSnapshotUpdate) for update in updates):
+        """Commit updates; `NotEncryptedError` if they add a snapshot that this table did not write."""
+        self.is_sent = False
+        snapshots = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
+        if not self._snapshot_keys.keys() >= set(snapshots):
             raise NotEncryptedError(
                 "a snapshot would be added whose manifests have no keys.",
                 hint="Use `table.transaction()`, `append`, `overwrite` or `delete` of this table.",
             )
         self._refuse_other_key(updates)
-        self._commit(KeyChanges(), updates, requirements)
+        keys = {snapshot: self._snapshot_keys[snapshot] for snapshot in snapshots}
+        added = {entry.key_id: entry for entries in keys.values() for entry in entries}
+        key_ids = {snapshot: entries[-1].key_id for snapshot, entries in keys.items()}
+        self._commit(KeyChanges(list(added.values()), key_ids), updates, requirements)
 
     def _commit(
         self, changes: KeyChanges, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]
@@ -311,7 +317,6 @@ class _WorkingTable(EncryptedTable):
         super().__init__(table)
         self.io = WritingFileIO(table.reader, key_length_bits(encryption), table._places)
         self._new_keys = table._new_keys
-        self._snapshot_keys: dict[int, tuple[EncryptionKey, ...]] = {}
 
     @property
     def metadata(self) -> TableMetadata:
@@ -336,15 +341,6 @@ class _WorkingTable(EncryptedTable):
     def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
         self._snapshot_keys[snapshot_id] = self._new_keys.entries_for(self.known().chain, key_metadata)
 
-    def commit_updates(self, updates: tuple[TableUpdate, ...], requirements: tuple[TableRequirement, ...]) -> None:
-        self.is_sent = False
-        self._refuse_other_key(updates)
-        snapshots = [update.snapshot.snapshot_id for update in updates if isinstance(update, AddSnapshotUpdate)]
-        keys = {snapshot: self._snapshot_keys[snapshot] for snapshot in snapshots}
-        added = {entry.key_id: entry for entries in keys.values() for entry in entries}
-        key_ids = {snapshot: entries[-1].key_id for snapshot, entries in keys.items()}
-        self._commit(KeyChanges(list(added.values()), key_ids), updates, requirements)
-
 
 class EncryptedTransaction(ProducingTransaction):
     """Changes of an encrypted table that are committed as one."""
@@ -353,7 +349,7 @@ class EncryptedTransaction(ProducingTransaction):
         self._original = table
         self._seen = table.metadata_location
         self._working = _WorkingTable(table)
-        super().__init__(self._working, self._working.io)
+        super().__init__(self._working, self._working.io, self._working.add_snapshot_key)
 
     @property
     def table_metadata(self) -> TableMetadata:
@@ -364,10 +360,6 @@ class EncryptedTransaction(ProducingTransaction):
             self._working._take(self._original)
             self._seen = self._original.metadata_location
         return _as_written(super().table_metadata)
-
-    def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
-        """Take the key of the manifest list of a snapshot in this transaction."""
-        self._working.add_snapshot_key(snapshot_id, key_metadata)
 
     def set_properties(self, properties: Properties = EMPTY_DICT, **named: Any) -> Transaction:
         """Set properties of the table, except for its encryption, which never changes."""

@@ -38,7 +38,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail, naming_place
 from parquet_keytools.format.file_layout import ByteSource, RangedFile
-from parquet_keytools.iceberg.ags1 import Ags1Reader
+from parquet_keytools.iceberg.ags1 import ENCRYPTED_MAGICS, Ags1Reader
 from parquet_keytools.iceberg.claims import (
     MAPPING_PROPERTY,
     TablePlaces,
@@ -68,7 +68,6 @@ IO_IMPL_PROPERTY = "keytools.io-impl"
 PLAINTEXT_TABLES_PROPERTY = "keytools.plaintext-tables"
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 
-_ENCRYPTED_MAGICS = (b"AGS1", b"PARE")
 _METADATA_ENDINGS = (".json", ".json.gz")
 _VERSION_HINT = "version-hint.text"
 _MAX_HINT_BYTES = 4096
@@ -469,23 +468,16 @@ class EncryptedFileIO(FileIO):
         table = table or self._search(location)
         if table is None:
             return self._open_unknown(location)
-        snapshot = table.lists.get(location)
+        snapshot, length = table.lists.get(location), None
         if snapshot is not None:
             check_place(location, table.encryption.metadata_location, self._mapping)
             name = f"manifest list {location} of snapshot {snapshot.snapshot_id}"
-            content = self._read_stream(location, table.chain.manifest_list_key(snapshot), None, name)
-            table.learn(location, manifests_in(content, name, snapshot.snapshot_id))
-            return io.BytesIO(content)
-        file = table.files[location]
-        if file.kind == "manifest":
-            content = self._read_stream(location, file.key_metadata(), file.length, file.name)
-            table.learn(location, files_in(content, file.name))
-            return io.BytesIO(content)
-        return self.open_listed(file)
-
-    def _read_stream(
-        self, location: str, key: StandardKeyMetadata | None, listed_length: int | None, name: str
-    ) -> bytes:
+            key = table.chain.manifest_list_key(snapshot)
+        else:
+            file = table.files[location]
+            if file.kind != "manifest":
+                return self.open_listed(file)
+            name, key, length = file.name, file.key_metadata(), file.length
         if key is None:
             raise NotEncryptedError(
                 f"the {name} has no key metadata: it is a plaintext file in an encrypted table.",
@@ -493,7 +485,12 @@ class EncryptedFileIO(FileIO):
                 "files; rewrite the manifests with a writer that encrypts them.",
             )
         with self._open_stored(location) as stored:
-            return read_stream(stored, key, listed_length, name)
+            content = read_stream(stored, key, length, name)
+        table.learn(
+            location,
+            files_in(content, name) if snapshot is None else manifests_in(content, name, snapshot.snapshot_id),
+        )
+        return io.BytesIO(content)
 
     def open_listed(self, file: ListedFile) -> Any:
         """Open the plaintext of a data file or stream."""
@@ -520,7 +517,7 @@ class EncryptedFileIO(FileIO):
         stored = self._open_stored(location)
         magic = stored.read(4)
         stored.seek(0)
-        if magic in _ENCRYPTED_MAGICS:
+        if magic in ENCRYPTED_MAGICS:
             raise KeyNotAvailableError(
                 f"{location} is encrypted, and no metadata file that was read here leads to its key.",
                 hint="Where the catalog sends the metadata itself, as REST catalogs do, load the table with "

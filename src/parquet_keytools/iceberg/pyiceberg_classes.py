@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Literal, cast
 
-from pyiceberg.avro.codecs import AVRO_CODEC_KEY, AvroCompressionCodec
+from pyiceberg.avro.codecs import AVRO_CODEC_KEY
 from pyiceberg.avro.file import AvroFile, AvroOutputFile
 from pyiceberg.catalog import Catalog
 from pyiceberg.catalog.rest import RestCatalog
@@ -97,11 +97,17 @@ class CommittingTable(Table):
 
 
 class ProducingTransaction(Transaction):
-    """A transaction, over a copy of the table, whose snapshots `io` encrypts."""
+    """A transaction, over a copy of the table, whose snapshots `io` encrypts.
 
-    def __init__(self, table: Table, io: WritingFileIO) -> None:
+    `add_snapshot_key` takes the id of each snapshot, and the key of its manifest list.
+    """
+
+    def __init__(
+        self, table: Table, io: WritingFileIO, add_snapshot_key: Callable[[int, StandardKeyMetadata], None]
+    ) -> None:
         super().__init__(table)
         self._writing_io = io
+        self.add_snapshot_key = add_snapshot_key
 
     @property
     def snapshot_ids(self) -> list[int]:
@@ -120,31 +126,18 @@ class ProducingTransaction(Transaction):
             self, io=self._writing_io, branch=branch, snapshot_properties=snapshot_properties
         )
 
-    @abstractmethod
-    def add_snapshot_key(self, snapshot_id: int, key_metadata: StandardKeyMetadata) -> None:
-        """Take the key of the manifest list of a snapshot in this transaction."""
-
 
 # --- writers of manifests and manifest lists ---
 
 
 class _ManifestWriterV3(ManifestWriterV2):
-    """Writes an encrypted manifest of data files; `first_row_id_of` takes the location of a file."""
+    """Writes an encrypted manifest of data files."""
 
-    def __init__(
-        self,
-        spec: PartitionSpec,
-        schema: Schema,
-        io: WritingFileIO,
-        location: str,
-        snapshot_id: int,
-        compression: AvroCompressionCodec,
-        first_row_id_of: Callable[[str], int | None],
-    ) -> None:
-        super().__init__(spec, schema, io.new_output(location), snapshot_id, compression)
-        self._io = io
+    def __init__(self, producer: _EncryptedProducer, spec: PartitionSpec, location: str) -> None:
+        output = producer._io.new_output(location)
+        super().__init__(spec, producer.schema(), output, producer.snapshot_id, producer._compression)
+        self._producer = producer
         self._spec_id = spec.spec_id
-        self._first_row_id_of = first_row_id_of
 
     @property
     def version(self) -> Literal[3]:
@@ -175,15 +168,17 @@ class _ManifestWriterV3(ManifestWriterV2):
             raise FormatLimitError(f"{file.file_path}: delete files are kept in the manifests that have them.")
         if not file.key_metadata:
             # The manifest of a file that is already in the table has its key; otherwise it must be written here.
-            self._io.key_metadata(file.file_path)
-        first_row_id = None if entry.status is ManifestEntryStatus.ADDED else self._first_row_id_of(file.file_path)
+            self._producer._io.key_metadata(file.file_path)
+        first_row_id = None
+        if entry.status is not ManifestEntryStatus.ADDED:
+            first_row_id = self._producer.first_row_id(file.file_path)
         values = [file[i] for i in range(_FILE_FIRST_ROW_ID)]
         complete = DataFile(*values, first_row_id, None, None, None)
         return ManifestEntry(*(entry[i] for i in range(_ENTRY_FILE)), complete)
 
     def to_manifest_file(self) -> ManifestFile:
         manifest = super().to_manifest_file()
-        key_metadata = self._io.key_metadata(manifest.manifest_path)
+        key_metadata = self._producer._io.key_metadata(manifest.manifest_path)
         manifest[_MANIFEST_KEY_METADATA] = key_metadata.encode().reveal()
         assert manifest.manifest_length == key_metadata.file_length
         return manifest
@@ -192,31 +187,27 @@ class _ManifestWriterV3(ManifestWriterV2):
 class _ManifestListWriterV3(ManifestListWriterV2):
     """Writes an encrypted manifest list, and assigns first row ids to manifests that have none.
 
-    `first_row_ids` are of the manifests of the parent snapshot. `next_row_id` is the first row id of the snapshot,
-    then the first one after the rows of the list.
+    `next_row_id` is the first row id of the snapshot, then the first one after the rows of the list.
     """
 
-    def __init__(
-        self,
-        io: WritingFileIO,
-        location: str,
-        snapshot_id: int,
-        parent_snapshot_id: int | None,
-        sequence_number: int,
-        compression: AvroCompressionCodec,
-        next_row_id: int,
-        first_row_ids: dict[str, int | None],
-    ) -> None:
-        super().__init__(io.new_output(location), snapshot_id, parent_snapshot_id, sequence_number, compression)
+    def __init__(self, producer: _EncryptedProducer, metadata: TableMetadataV3, location: str) -> None:
+        parent_manifests = producer.parent_manifests()
+        super().__init__(
+            producer._io.new_output(location),
+            producer.snapshot_id,
+            producer._parent_snapshot_id,
+            metadata.next_sequence_number(),
+            producer._compression,
+        )
         self._format_version = _VERSION
+        self.next_row_id = metadata.next_row_id or 0
         self._meta = {
             **self._meta,
             "format-version": str(_VERSION),
-            "first-row-id": str(next_row_id),
-            AVRO_CODEC_KEY: compression,
+            "first-row-id": str(self.next_row_id),
+            AVRO_CODEC_KEY: producer._compression,
         }
-        self.next_row_id = next_row_id
-        self._first_row_ids = first_row_ids
+        self._first_row_ids = {m.manifest_path: m[_MANIFEST_FIRST_ROW_ID] for m in parent_manifests}
 
     def __enter__(self) -> _ManifestListWriterV3:
         schema = MANIFEST_LIST_FILE_SCHEMAS[_VERSION]
@@ -333,9 +324,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         name = f"{self.commit_uuid}-m{next(self._manifest_num_counter)}.avro"
         location = self._transaction.new_metadata_location(name)
         self._written_manifests.append(location)
-        return _ManifestWriterV3(
-            spec, self.schema(), self._io, location, self._snapshot_id, self._compression, self._first_row_id
-        )
+        return _ManifestWriterV3(self, spec, location)
 
     def _commit(self) -> UpdatesAndRequirements:
         metadata = self._transaction.table_metadata
@@ -347,16 +336,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         name = f"snap-{self._snapshot_id}-0-{self.commit_uuid}.avro"
         location = self._transaction.new_metadata_location(name)
         self._written_manifest_lists.append(location)
-        with _ManifestListWriterV3(
-            self._io,
-            location,
-            self._snapshot_id,
-            self._parent_snapshot_id,
-            metadata.next_sequence_number(),
-            self._compression,
-            first_row_id,
-            {m.manifest_path: m[_MANIFEST_FIRST_ROW_ID] for m in self._parent_manifests()},
-        ) as writer:
+        with _ManifestListWriterV3(self, metadata, location) as writer:
             writer.add_manifests(manifests)
         self._transaction.add_snapshot_key(self._snapshot_id, self._io.key_metadata(location))
         snapshot = Snapshot.model_validate(
@@ -384,9 +364,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
 
     def _refuse_used_numbers(self, metadata: TableMetadataV3) -> None:
         """Refuse numbers that manifests of the parent snapshot already have (`ParquetFormatError`)."""
-        if self._parent_snapshot_id is None:
-            return
-        if (parent := metadata.snapshot_by_id(self._parent_snapshot_id)) is not None:
+        if (parent := self._parent()) is not None:
             with self._io.new_input(parent.manifest_list).open() as file:
                 counters = counters_of_list(file.read(), f"manifest list {parent.manifest_list}")
             refuse(counter_problems(dumped(metadata), counters), parent.manifest_list)
@@ -395,19 +373,23 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         super()._refresh_for_retry()
         self._file_row_ids = None
 
-    def _parent_manifests(self) -> list[ManifestFile]:
-        if self._parent_snapshot_id is None:
-            return []
-        parent = self._transaction.table_metadata.snapshot_by_id(self._parent_snapshot_id)
-        return list(_read_manifests(self._io, parent.manifest_list)) if parent is not None else []
+    def _parent(self) -> Snapshot | None:
+        parent_id = self._parent_snapshot_id
+        return None if parent_id is None else self._transaction.table_metadata.snapshot_by_id(parent_id)
 
-    def _first_row_id(self, location: str) -> int | None:
+    def parent_manifests(self) -> list[ManifestFile]:
+        """Return the manifests of the parent snapshot."""
+        parent = self._parent()
+        return [] if parent is None else list(_read_manifests(self._io, parent.manifest_list))
+
+    def first_row_id(self, location: str) -> int | None:
+        """Return the first row id of a data file of the parent snapshot."""
         # Needed only where a manifest is rewritten: an append reads no manifest.
         with self._lock:
             if self._file_row_ids is None:
                 self._file_row_ids = {
                     path: first_row_id
-                    for manifest in self._parent_manifests()
+                    for manifest in self.parent_manifests()
                     for path, first_row_id in _read_first_row_ids(self._io, manifest)
                 }
             return self._file_row_ids.get(location)

@@ -36,7 +36,7 @@ from parquet_keytools.errors import (
     WrappedKeyInvalidError,
 )
 from parquet_keytools.files.key_service import KeyService
-from parquet_keytools.iceberg.ags1 import MAGIC
+from parquet_keytools.iceberg.ags1 import ENCRYPTED_MAGICS, MAGIC, PLAINTEXT_MAGICS
 from parquet_keytools.iceberg.claims import (
     MAPPING_PROPERTY,
     TablePlaces,
@@ -73,8 +73,6 @@ from parquet_keytools.storage.walk import all_files
 
 _MS_PER_DAY = 86_400_000
 _PARQUET = "PARQUET"
-_ENCRYPTED = (MAGIC, b"PARE")
-_PLAINTEXT = (b"PAR1", b"Obj\x01", b"PFA1")
 _BESIDE_TABLES = (".crc", "version-hint.text")
 """Files of Hadoop that no metadata file names."""
 _UNREADABLE = (KeytoolsError, OSError, ValueError, pa.ArrowException)
@@ -382,7 +380,7 @@ class TableAudit:
         self._report.links[link.location] = link
         name = f"manifest list {snapshot.manifest_list} of snapshot {snapshot.snapshot_id}"
         with self._noting(link, leads_on=True):
-            self._check_place(snapshot.manifest_list)
+            check_place(link.location, self._report.encryption.metadata_location, self._located.mapping)
             content = self._content(link, self._chain.manifest_list_key(snapshot), name)
             if content is not None:
                 self._counters |= counters_of_list(content, name)
@@ -450,16 +448,13 @@ class TableAudit:
             listed_length, link.length = link.length, stored.size()
             return read_stream(stored, key, listed_length, name)
 
-    def _check_place(self, location: str) -> None:
-        check_place(location, self._report.encryption.metadata_location, self._located.mapping)
-
     def _add_statistics(self, location: str) -> None:
         link = ChainLink(location, "statistics file", None, is_encrypted=False)
         with self._noting(link):
-            self._check_place(location)
+            check_place(location, self._report.encryption.metadata_location, self._located.mapping)
             with self._open_stored(location) as stored:
                 # The format has no key for statistics: a file that begins like a stream is at least not plaintext.
-                link.is_encrypted = stored.read(len(MAGIC)) in _ENCRYPTED
+                link.is_encrypted = stored.read(len(MAGIC)) in ENCRYPTED_MAGICS
                 link.length = stored.size()
         self._report.statistics.append(link)
 
@@ -480,7 +475,7 @@ class TableAudit:
             location = f"{prefix}/{file.path_within(folder)}"
             orphans.append(location)
             with contextlib.suppress(*_UNREADABLE), self._open_stored(location) as stored:
-                if stored.read(len(MAGIC)) in _PLAINTEXT:
+                if stored.read(len(MAGIC)) in PLAINTEXT_MAGICS:
                     kind = "orphan" if self._is_complete else "file"
                     self._report.links[location] = ChainLink(location, kind, stored.size(), is_encrypted=False)
         # Below a broken link, it is unknown what the table names.
@@ -535,7 +530,13 @@ def tables_in_folder(metadata_files: Sequence[FileLocation], service: KeyService
             tables[file.path] = _table_of(file, service)
         except (KeytoolsError, OSError) as error:
             refused[file.path] = str(error)
-    for path, table in sorted(tables.items(), key=_updated_ms, reverse=True):
+
+    def updated_ms(path: str) -> int:
+        updated = tables[path].encryption.document.get("last-updated-ms")
+        return updated if type(updated) is int else 0
+
+    for path in sorted(tables, key=updated_ms, reverse=True):
+        table = tables[path]
         if path in accepted:
             continue
         audit = TableAudit(table, with_data=False)
@@ -568,8 +569,3 @@ def _table_of(file: FileLocation, service: KeyService) -> _TableInFolder:
     location = f"{encryption.location.rstrip('/')}/metadata/{file.name}"
     table = replace(encryption, metadata_location=location)
     return _TableInFolder(table, service, "", TablePlaces(location, {}), None, root)
-
-
-def _updated_ms(found: tuple[str, _TableInFolder]) -> int:
-    updated = found[1].encryption.document.get("last-updated-ms")
-    return updated if type(updated) is int else 0

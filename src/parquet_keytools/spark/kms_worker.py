@@ -143,13 +143,14 @@ class KmsWorker:
         self._requests = requests
         self._answers = answers
         self._answers_lock = threading.Lock()
-        self._kms = kms
+        self._kms: KmsClient | None = None
         self._work: dict[int, Callable[[bytes], bytes]] = {
             Operation.START: self._start,
             Operation.STATISTICS: self._statistics,
         }
+        self._key_work: dict[int, Callable[[KeyRequest], bytes]] = {}
         if kms is not None:
-            self._work |= _key_work(kms)
+            self._take(kms)
 
     def run(self) -> int:
         """Serve until the end of the requests, and return the exit status."""
@@ -171,12 +172,15 @@ class KmsWorker:
 
     def _answer(self, frame: Frame) -> None:
         try:
-            if frame.kind not in self._work:
+            if frame.kind in self._key_work:
+                status, content = Status.OK, self._key_work[frame.kind](read_key_request(frame.content))
+            elif frame.kind in self._work:
+                status, content = Status.OK, self._work[frame.kind](frame.content)
+            else:
                 # Unknown operations are of a jar of another version.
                 is_known = frame.kind in set(Operation)
                 what = "was given no configuration" if is_known else f"knows no operation {frame.kind}"
                 raise ConfigurationError(f"the worker {what}")
-            status, content = Status.OK, self._work[frame.kind](frame.content)
         except (KeytoolsError, MalformedFrameError) as error:
             # Denied: parquet-java reads the other columns then.
             status = Status.DENIED if isinstance(error, KEY_REFUSALS) else Status.FAILED
@@ -190,6 +194,18 @@ class KmsWorker:
             self._answers.write(data)
             self._answers.flush()
 
+    def _take(self, kms: KmsClient) -> None:
+        def wrap(request: KeyRequest) -> bytes:
+            wanted = WrapRequest(_key_to_wrap(request), id_of_jvm(kms, request.master_key_id))
+            return value_or_raise(kms.wrap_many([wanted])[0]).encode()
+
+        def unwrap(request: KeyRequest) -> bytes:
+            wanted = UnwrapRequest(request.key.decode("ascii", "replace"), id_of_jvm(kms, request.master_key_id))
+            return value_or_raise(kms.unwrap_many([wanted])[0]).reveal()
+
+        self._kms = kms
+        self._key_work |= {Operation.WRAP: wrap, Operation.UNWRAP: unwrap}
+
     def _start(self, content: bytes) -> bytes:
         folder, _, text = content.partition(b"\n")
         configuration = received_configuration(text.decode(), Path(os.fsdecode(folder)))
@@ -197,22 +213,14 @@ class KmsWorker:
         refuse_generated_keys(kms)
         keys = KeyService(configuration, kms, time.monotonic)
         iceberg = IcebergKeys(keys)
-
-        def wrap_kek(content: bytes) -> bytes:
-            request = read_key_request(content)
-            return iceberg.wrap_kek(_key_to_wrap(request), request.master_key_id)
-
-        def unwrap_kek(content: bytes) -> bytes:
-            request = read_key_request(content)
-            return iceberg.kek(request.key, request.master_key_id).reveal()
-
-        self._kms = kms
-        self._work |= _key_work(kms)
+        self._take(kms)
         self._work |= {
             Operation.CHECK: TableRequests(configuration, kms).check,
             Operation.CHECK_WRITE: partial(_check_write, WriteRequests(keys), kms),
-            Operation.WRAP_KEK: wrap_kek,
-            Operation.UNWRAP_KEK: unwrap_kek,
+        }
+        self._key_work |= {
+            Operation.WRAP_KEK: lambda request: iceberg.wrap_kek(_key_to_wrap(request), request.master_key_id),
+            Operation.UNWRAP_KEK: lambda request: iceberg.kek(request.key, request.master_key_id).reveal(),
         }
         tables = configuration.tables.values()
         facts = {
@@ -225,20 +233,6 @@ class KmsWorker:
         counts = Counter[str]() if self._kms is None else self._kms.call_counts
         found = {"process": os.getpid(), "wrap keys": counts["wrap"], "unwrap keys": counts["unwrap"]}
         return json.dumps(found).encode()
-
-
-def _key_work(kms: KmsClient) -> dict[int, Callable[[bytes], bytes]]:
-    def wrap(content: bytes) -> bytes:
-        request = read_key_request(content)
-        wanted = WrapRequest(_key_to_wrap(request), id_of_jvm(kms, request.master_key_id))
-        return value_or_raise(kms.wrap_many([wanted])[0]).encode()
-
-    def unwrap(content: bytes) -> bytes:
-        request = read_key_request(content)
-        wanted = UnwrapRequest(request.key.decode("ascii", "replace"), id_of_jvm(kms, request.master_key_id))
-        return value_or_raise(kms.unwrap_many([wanted])[0]).reveal()
-
-    return {Operation.WRAP: wrap, Operation.UNWRAP: unwrap}
 
 
 def _check_write(writes: WriteRequests, kms: KmsClient, content: bytes) -> bytes:

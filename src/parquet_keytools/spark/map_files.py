@@ -150,8 +150,7 @@ class Job:
         speculates = self._context.getConf().get("spark.speculation", "false").lower() == "true"
         self._attempts_at_a_time = 2 if speculates else 1
         self._most_tasks = self._limit_of_tasks(max_tasks)
-        self.kms_keys: Counter[str] = Counter()
-        """The number of keys in requests to the KMS, by operation; complete after the end."""
+        self._kms_keys_of_tasks: Counter[str] = Counter()
         self._is_kms_seen = False
         self.tasks = 0
 
@@ -159,9 +158,13 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kms_keys += _kms_counts(self.keys)
         if self.keys.kms is not None:
             self.keys.kms.close()
+
+    @property
+    def kms_keys(self) -> Counter[str]:
+        """The number of keys in requests to the KMS so far, by operation."""
+        return self._kms_keys_of_tasks + _kms_counts(self.keys)
 
     def _limit_of_tasks(self, max_tasks: int | None) -> int | None:
         limits = [] if max_tasks is None else [max_tasks]
@@ -202,7 +205,7 @@ class Job:
         for piece, result in zip(pieces, results, strict=True):
             # Unpacked one by one: the outcomes of a million files would take gigabytes.
             outcomes, kms_keys = pickle.loads(zlib.decompress(result))  # noqa: S301 - from our own tasks
-            self.kms_keys += kms_keys
+            self._kms_keys_of_tasks += kms_keys
             yield from zip(piece, outcomes, strict=True)
 
     def _refuse_unreachable_kms(self, file: NamedFile) -> None:

@@ -202,19 +202,16 @@ class _Rows:
         for row in rows:
             self._waiting.append(row)
             if len(self._waiting) >= _ROWS_PER_PART:
-                self._pack()
+                self.packed()
 
     def packed(self) -> Sequence[bytes]:
-        self._pack()
-        return tuple(self._parts)
-
-    def _pack(self) -> None:
         if self._waiting:
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, self._schema, options=_COMPRESSED) as writer:
                 writer.write_table(pa.Table.from_pylist(self._waiting, self._schema))
             self._parts.append(sink.getvalue().to_pybytes())
             self._waiting = []
+        return self._parts
 
 
 def _rows_of(parts: Sequence[bytes]) -> Iterator[dict[str, Any]]:
@@ -227,11 +224,11 @@ def _frame(session: SparkSession, parts: Sequence[bytes], schema: pa.Schema) -> 
     return session.createDataFrame(pa.concat_tables(tables))
 
 
-class _Report:
-    """The outcomes of a job's files, as they arrive."""
+class _Pipeline(Job):
+    """A job, and the outcomes of its files as they arrive."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._rows = _Rows(FILE_ROWS)
         self.outcomes: Counter[str] = Counter()
 
@@ -240,12 +237,13 @@ class _Report:
             self.outcomes[outcome.outcome] += 1
             self._rows.add([{name: getattr(outcome, name) for name in FILE_ROWS.names}])
 
-    def map_files(self, what: str, function: FileFunction, files: Sequence[NamedFile]) -> None:
-        self.add(outcome for _, outcome in self._job.map_files(f"{what} {self._job.root}", function, files))
+    def add_files(self, what: str, function: FileFunction, files: Sequence[NamedFile]) -> None:
+        self.add(outcome for _, outcome in self.map_files(f"{what} {self.root}", function, files))
 
-    def finished(self) -> PipelineReport:
-        job, seconds = self._job, time.monotonic() - self._job.started
-        return PipelineReport(job.session, self._rows.packed(), self.outcomes, job.kms_keys, job.tasks, seconds)
+    def report(self) -> PipelineReport:
+        seconds = time.monotonic() - self.started
+        packed = self._rows.packed()
+        return PipelineReport(self.session, packed, self.outcomes, self.kms_keys, self.tasks, seconds)
 
 
 def _listed(
@@ -328,7 +326,7 @@ def encrypt(
         SparkJobFailedError: Spark gave the job up.
     """
     target_root = node_location(place_of(target))
-    with Job(spark, source, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with _Pipeline(spark, source, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         name, table = job.configuration.select_table(table_name)
         if table.key_material == "external" and target_root.filesystem.type_name in OBJECT_STORES:
             raise ConfigurationError(
@@ -339,9 +337,9 @@ def encrypt(
         plan = plan_files(job.root, target_root, overwrite=overwrite or skip_existing)
         TableCheck(job.configuration, name, ignores_case=True).refuse_folder_names(plan.paths_in_folder)
         _refuse_table_mistakes(job.keys, name, [file.source for file in plan.files])
-        encrypt_file = partial(conversion.encrypt_file, table_name=name, threads=1)
-        replaces = overwrite or not skip_existing
-        return _mirror(job, "encrypt", encrypt_file, plan, target, {}, replaces, skip_existing)
+        replaces: dict[str, Any] = {"overwrite": overwrite or not skip_existing, "skip_existing": skip_existing}
+        encrypt_file = partial(conversion.encrypt_file, table_name=name, threads=1, **replaces)
+        return _mirror(job, "encrypt", encrypt_file, plan, target, {})
 
 
 def _refuse_table_mistakes(keys: KeyService, table_name: str, files: Sequence[FileLocation]) -> None:
@@ -372,35 +370,32 @@ def _files_of(plan: FilePlan) -> list[NamedFile]:
 
 
 def _mirror(
-    job: Job,
+    job: _Pipeline,
     what: str,
     convert: Callable[..., FileResult],
     plan: FilePlan,
     target: PathLike,
     refused: Mapping[NamedFile, Outcome],
-    overwrite: bool,
-    skip_existing: bool,
 ) -> PipelineReport:
     """Convert the files of a plan but the refused ones, and write `_SUCCESS` last if every file is there."""
-    report, place = _Report(job), place_of(target)
+    place = place_of(target)
     success = node_location(place).child(SUCCESS_FILE)
-    report.add(refused.values())
+    job.add(refused.values())
     if plan.source_is_folder:
         with contextlib.suppress(FileNotFoundError):
             # Until all is done, the target is not complete.
             success.filesystem.delete_file(success.path)
-    convert = partial(convert, overwrite=overwrite, skip_existing=skip_existing)
     convert_one = partial(_convert, convert=convert, outcome=f"{what}ed", target_place=place)
-    report.map_files(what, convert_one, [file for file in _files_of(plan) if file not in refused])
-    report.add(
+    job.add_files(what, convert_one, [file for file in _files_of(plan) if file not in refused])
+    job.add(
         Outcome(entry.path, LEFT_OUT, entry.reason.value)
         for entry in plan.left_out
         if entry.location.path != job.root.child(SUCCESS_FILE).path
     )
-    report.add(Outcome.of_error(unseen.path, unseen.error) for unseen in plan.unseen)
-    if plan.source_is_folder and not report.outcomes[FAILED]:
+    job.add(Outcome.of_error(unseen.path, unseen.error) for unseen in plan.unseen)
+    if plan.source_is_folder and not job.outcomes[FAILED]:
         write_whole(success, b"")
-    return report.finished()
+    return job.report()
 
 
 def _convert(
@@ -456,17 +451,17 @@ def decrypt(
     other arguments and the errors, see `encrypt`.
     """
     target_root = node_location(place_of(target))
-    with Job(spark, source, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with _Pipeline(spark, source, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         job.configuration.table_of_files(table_name)
         plan = plan_files(job.root, target_root, overwrite=overwrite or skip_existing)
         open_file = partial(_open, table_name=table_name, aad_prefix=aad_prefix, salt=secrets.token_bytes(32))
         copies = _copies(job, open_file, _files_of(plan))
-        decrypt_file = partial(_decrypt, table_name=table_name, aad_prefix=aad_prefix)
-        replaces = overwrite or not skip_existing
-        return _mirror(job, "decrypt", decrypt_file, plan, target, copies, replaces, skip_existing)
+        replaces: dict[str, Any] = {"overwrite": overwrite or not skip_existing, "skip_existing": skip_existing}
+        decrypt_file = partial(_decrypt, table_name=table_name, aad_prefix=aad_prefix, **replaces)
+        return _mirror(job, "decrypt", decrypt_file, plan, target, copies)
 
 
-def _copies(job: Job, open_file: FileFunction, files: list[NamedFile]) -> dict[NamedFile, Outcome]:
+def _copies(job: _Pipeline, open_file: FileFunction, files: list[NamedFile]) -> dict[NamedFile, Outcome]:
     """Return files that cannot be opened, or have data key and file unique of an earlier file."""
     refused: dict[NamedFile, Outcome] = {}
     seen: dict[bytes, FileLocation] = {}
@@ -554,7 +549,7 @@ def rotate(
         ConfigurationError: There is no KMS, or the moves are not possible, or an executor lacks something.
         KmsError: A master key to move to cannot be used, or the KMS answers nothing.
     """
-    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with _Pipeline(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         plan = plan_rotation(
             job.keys,
             moves=moves,
@@ -566,26 +561,24 @@ def rotate(
             aad_prefix=aad_prefix,
         )
         files, _, others = _listed(job.root, follow_links=follow_links)
-        report = _Report(job)
-        report.add(others)
+        job.add(others)
         given: _Given = {}
         if dry_run or not new_keks:
             left: list[NamedFile] = []
             wanted: set[RewrapTask] = set()
-            find = partial(_find_keys, plan=replace(plan, dry_run=True))
+            find = partial(_rotate, plan=replace(plan, dry_run=True))
             for file, outcome in job.map_files(f"open the files of {job.root}", find, files):
                 if not dry_run and outcome.outcome == RotationOutcome.WOULD_ROTATE.value:
                     left.append(file)
                     wanted |= outcome.other
                 else:
-                    report.add([outcome])
+                    job.add([outcome])
             files = left
             assert job.keys.kms is not None
             given = _rewrapped(job.keys.kms, wanted)
         if not dry_run:
-            write = partial(_rotate, plan=plan, given=given)
-            report.map_files("rotate the keys of", write, files)
-    return report.finished()
+            job.add_files("rotate the keys of", partial(_rotate, plan=plan, given=given), files)
+        return job.report()
 
 
 def _rewrapped(kms: KmsClient, wanted: Collection[RewrapTask]) -> _Given:
@@ -622,27 +615,28 @@ class _Recorder(Rewrapper):
         return super().rewrap(tasks)
 
 
-def _find_keys(worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan) -> Outcome:
-    """Open a file as in a dry run; the outcome has the keys to re-wrap, which count if the file would rotate."""
-    recorder = worker.keep("recorder", lambda: _Recorder(_trusting_client(worker, plan), new_keks=plan.new_keks))
-    rewrapping = worker.keep("dry run", lambda: Rewrapping(worker.keys, plan, recorder))
-    recorder.wanted = set()
-    result = _result_of(rotate_data_set(location, rewrapping, RunOptions()))
-    return replace(_of_rotation(result, file), other=recorder.wanted)
-
-
 def _rotate(
-    worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan, given: _Given
+    worker: Worker, location: FileLocation, file: NamedFile, *, plan: RotationPlan, given: _Given | None = None
 ) -> Outcome:
-    """Write new wrapped keys into a file; a file that has them already stays as it is."""
+    """Write new wrapped keys into a file; a file that has them already stays as it is.
+
+    In a dry run, the outcome has the keys to re-wrap, which count if the file would rotate.
+    """
 
     def rewrapping() -> Rewrapping:
-        rewrapper = Rewrapper(_trusting_client(worker, plan), new_keks=plan.new_keks, given=given)
-        return Rewrapping(worker.keys, plan, rewrapper)
+        kms = worker.keys.kms
+        assert kms is not None
+        trust_master_keys(plan, kms)
+        if plan.dry_run:
+            return Rewrapping(worker.keys, plan, _Recorder(kms, new_keks=plan.new_keks))
+        return Rewrapping(worker.keys, plan, Rewrapper(kms, new_keks=plan.new_keks, given=given or {}))
 
-    return _of_rotation(
-        _result_of(rotate_data_set(location, worker.keep("rotation", rewrapping), RunOptions())), file
-    )
+    kept = worker.keep("dry run" if plan.dry_run else "rotation", rewrapping)
+    wanted: set[RewrapTask] | None = None
+    if isinstance(kept.rewrapper, _Recorder):
+        wanted = kept.rewrapper.wanted = set()
+    outcome = _of_rotation(_result_of(rotate_data_set(location, kept, RunOptions())), file)
+    return replace(outcome, other=wanted)
 
 
 def _result_of(report: RotationReport) -> FileRotation:
@@ -651,12 +645,6 @@ def _result_of(report: RotationReport) -> FileRotation:
         raise report.stopped_by
     (result,) = report.files
     return result
-
-
-def _trusting_client(worker: Worker, plan: RotationPlan) -> KmsClient:
-    assert worker.keys.kms is not None
-    trust_master_keys(plan, worker.keys.kms)
-    return worker.keys.kms
 
 
 def _of_rotation(result: FileRotation, file: NamedFile | None = None) -> Outcome:
@@ -697,14 +685,13 @@ def rekey(
 
     For arguments and errors, see `rotate` and `encrypt`.
     """
-    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with _Pipeline(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         new_table_name, _ = job.configuration.select_table(table_name)
         files, _, others = _listed(job.root, follow_links=follow_links)
-        report = _Report(job)
         rekey_one = partial(_rekey, names=(table_name, new_table_name), aad_prefix=aad_prefix)
-        report.map_files("rekey", rekey_one, files)
-        report.add(others)
-    return report.finished()
+        job.add_files("rekey", rekey_one, files)
+        job.add(others)
+        return job.report()
 
 
 def _rekey(
@@ -754,16 +741,15 @@ def keys(
     Encrypted files that readers of data sets pass over for their names count as failed, unless `ignore_skipped`:
     which keys they need is unknown. For the rest, see `rotate` and `encrypt`.
     """
-    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with _Pipeline(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         files, left_out, others = _listed(job.root)
         list_one = partial(_list_keys, table_name=table_name, aad_prefix=aad_prefix)
-        report = _Report(job)
-        report.map_files("list the keys of", list_one, files)
-        report.add(others)
+        job.add_files("list the keys of", list_one, files)
+        job.add(others)
         if not ignore_skipped:
             with ThreadPoolExecutor(CONCURRENT_FILES) as pool:
-                report.add(_of_uses(uses, 0) for uses in uses_of_left_out(pool, left_out))
-    return report.finished()
+                job.add(_of_uses(uses, 0) for uses in uses_of_left_out(pool, left_out))
+        return job.report()
 
 
 def _list_keys(worker: Worker, location: FileLocation, file: NamedFile, **options: Any) -> Outcome:
@@ -787,20 +773,6 @@ def _of_uses(file: FileKeyUses, size_bytes: int) -> Outcome:
 
 # --- verify ---
 
-_Fingerprints = dict[bytes, Invocations]
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What the rules about several files need to know about a file."""
-
-    name: str
-    verdict: Verdict
-    facts: FileFacts
-    fingerprints: _Fingerprints
-    rules: Sequence[dict[str, Any]] = ()
-    conforms_strictly: bool = False
-
 
 def verify(
     spark: SparkSession,
@@ -823,101 +795,97 @@ def verify(
     that is known. `allow_plaintext` has globs of paths within the folder of accepted plaintext files; `*` matches
     `/`, too. For the rest, see `rotate` and `encrypt`.
     """
-    with Job(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
+    with _Pipeline(spark, path, configuration, file_on_nodes=file_on_nodes, max_tasks=max_tasks) as job:
         if table_name is not None:
             job.configuration.select_table(table_name)
         root = job.root
         files, left_out, others = _listed(root, with_key_material=True)
-        how = _Verification(table_name, aad_prefix, tuple(allow_plaintext), secrets.token_bytes(32))
-        report, rules = _Report(job), _Rows(RULE_ROWS)
-        found: list[_Found] = []
+        rules = _Rows(RULE_ROWS)
+        verify_one = partial(
+            _verify,
+            table_name=table_name,
+            aad_prefix=aad_prefix,
+            allow_plaintext=tuple(allow_plaintext),
+            # Fingerprints of DEKs can be compared within this job alone.
+            fingerprint_key=secrets.token_bytes(32),
+        )
+        found: list[tuple[FileFacts, dict[bytes, Invocations]]] = []
+        verdicts, strictly = Counter[Verdict](), True
         columns: dict[object, Any] = {}
-        for _, outcome in job.map_files(f"verify {root}", partial(_verify, how=how), files):
-            report.add([outcome])
+        for _, outcome in job.map_files(f"verify {root}", verify_one, files):
+            job.add([outcome])
             if outcome.other is None:
                 continue
-            rules.add(outcome.other.rules)
+            facts, fingerprints, conforms_strictly, rows = outcome.other
             # The same for all files, as a rule.
-            facts: FileFacts = outcome.other.facts
             facts = replace(facts, column_paths=columns.setdefault(facts.column_paths, facts.column_paths))
-            found.append(replace(outcome.other, facts=facts, rules=()))
-        verdicts = Counter(file.verdict for file in found)
-        verdicts[Verdict.INCOMPLETE] += len(others) + report.outcomes[FAILED]
-        strictly = all(file.conforms_strictly for file in found)
+            found.append((facts, fingerprints))
+            verdicts[Verdict(outcome.outcome)] += 1
+            strictly = strictly and conforms_strictly
+            rules.add(rows)
+        verdicts[Verdict.INCOMPLETE] += len(others) + job.outcomes[FAILED]
         if [file.name for file in files] != [""]:
-            found.sort(key=lambda file: file.name)
-            nonces = _shared_nonces(job, how, found, files)
+            found.sort(key=lambda file: file[0].name)
+            all_facts = [facts for facts, _ in found]
+            # Nonces of files that share a DEK are compared; usually there are none.
+            nonces = SharedNonces(partial(_read_again, job, verify_one, files))
+            for facts, fingerprints in found:
+                nonces.add_file(facts.name, fingerprints)
             data_set = verification.folder_report(
-                root,
-                [],
-                [replace(file.facts, name=file.name) for file in found],
-                nonces,
-                left_out,
-                part_count=part_count,
-                allow_plaintext=allow_plaintext,
+                root, [], all_facts, nonces, left_out, part_count=part_count, allow_plaintext=allow_plaintext
             )
             rules.add(_rule_rows(str(root), data_set.rules))
             for other in data_set.files:
                 rules.add(_rule_rows(other.path, other.rules))
                 verdicts[other.verdict] += 1
-                report.add([_of_verdict(other, 0)])
+                job.add([_of_verdict(other, 0)])
             of_data_set = verdict_of(data_set.rules, with_keys=True)
             verdicts[of_data_set] += 1
             strictly = strictly and of_data_set is Verdict.CONFORMS
-        report.add(replace(other, outcome=Verdict.INCOMPLETE.value) for other in others)
+        job.add(replace(other, outcome=Verdict.INCOMPLETE.value) for other in others)
         verdict = worst_of(+verdicts) if found or verdicts[Verdict.VIOLATED] else Verdict.INCOMPLETE
-    return VerificationReport(
-        **vars(report.finished()),
-        packed_rules=rules.packed(),
-        verdict=verdict,
-        conforms_strictly=strictly and verdict.conforms,
-    )
-
-
-@dataclass(frozen=True)
-class _Verification:
-    """How tasks verify a file. The key makes fingerprints of DEKs that can be compared within the job alone."""
-
-    table_name: str | None
-    aad_prefix: str | bytes | None
-    allow_plaintext: tuple[str, ...]
-    fingerprint_key: bytes
+        return VerificationReport(
+            **vars(job.report()),
+            packed_rules=rules.packed(),
+            verdict=verdict,
+            conforms_strictly=strictly and verdict.conforms,
+        )
 
 
 def _verify(
-    worker: Worker, location: FileLocation, file: NamedFile, *, how: _Verification, part: NoncePart | None = None
+    worker: Worker,
+    location: FileLocation,
+    file: NamedFile,
+    *,
+    table_name: str | None,
+    aad_prefix: str | bytes | None,
+    allow_plaintext: tuple[str, ...],
+    fingerprint_key: bytes,
+    part: NoncePart | None = None,
 ) -> Outcome:
-    """Verify a file; the outcome has a `_Found`, without nonces, or only the nonces of a part."""
-    use_fingerprint_key(how.fingerprint_key)
+    """Verify a file; the outcome has what `verify` needs to know, without nonces, or only the nonces of a part."""
+    use_fingerprint_key(fingerprint_key)
     folder = replace(location, path=location.path.removesuffix(file.name).rstrip("/")) if file.name else None
     # One for each file: the answers of all would pile up. KEKs stay in the cache of the service.
-    verifier = verification.MemberVerifier(
-        worker.keys, how.table_name, how.aad_prefix, folder, how.allow_plaintext
-    )
+    verifier = verification.MemberVerifier(worker.keys, table_name, aad_prefix, folder, allow_plaintext)
     report, facts = verifier.look_at(location, nonce_part=part)
     other: object = facts.nonces
     if part is None:
-        fingerprints: _Fingerprints = {} if facts.nonces is None else facts.nonces.invocations
-        rules = list(_rule_rows(report.path, report.rules))
-        facts = replace(facts, nonces=None)
-        other = _Found(file.name, report.verdict, facts, fingerprints, rules, report.conforms_strictly)
+        fingerprints: dict[bytes, Invocations] = {} if facts.nonces is None else facts.nonces.invocations
+        facts = replace(facts, name=file.name, nonces=None)
+        other = facts, fingerprints, report.conforms_strictly, list(_rule_rows(report.path, report.rules))
     return replace(_of_verdict(report, file.size_bytes), other=other)
 
 
-def _shared_nonces(job: Job, how: _Verification, found: list[_Found], files: list[NamedFile]) -> SharedNonces:
-    """Compare the nonces of files that share a DEK, which are read again; usually there are none."""
-
-    def read_again(names: Collection[str], part: NoncePart) -> Iterator[tuple[str, FileNonces | None]]:
-        wanted = set(names)
-        again = [file for file in files if file.name in wanted]
-        read = partial(_verify, how=how, part=part)
-        for file, outcome in job.map_files("compare nonces of files that share a DEK", read, again):
-            yield file.name, outcome.other
-
-    shared = SharedNonces(read_again)
-    for file in found:
-        shared.add_file(file.name, file.fingerprints)
-    return shared
+def _read_again(
+    job: _Pipeline, verify_one: partial[Outcome], files: list[NamedFile], names: Collection[str], part: NoncePart
+) -> Iterator[tuple[str, FileNonces | None]]:
+    """Yield name and nonces of files that share a DEK."""
+    wanted = set(names)
+    again = [file for file in files if file.name in wanted]
+    read = partial(verify_one, part=part)
+    for file, outcome in job.map_files("compare nonces of files that share a DEK", read, again):
+        yield file.name, outcome.other
 
 
 def _of_verdict(report: FileReport, size_bytes: int) -> Outcome:

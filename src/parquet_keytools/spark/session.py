@@ -416,19 +416,14 @@ def build_jar(path: str | os.PathLike[str]) -> Path:
 
 def cached_jar() -> Path:
     """Return the jar for this Spark, compiled once and kept in the user's cache; errors as `build_jar`."""
-    folder = _cache_folder()
-    jar = folder / f"parquet-keytools-spark-{_fingerprint(_spark_jars())}.jar"
-    return jar if jar.is_file() else build_jar(jar)
-
-
-def _fingerprint(jars: Path) -> str:
     digest = hashlib.sha256()
     for source in _source_files():
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for jar in sorted(jars.glob("*.jar")):
-        if jar.name.startswith(_VERSIONS):
-            digest.update(jar.name.encode() + b"\0")
-    return digest.hexdigest()[:20]
+    for name in sorted(jar.name for jar in _spark_jars().glob("*.jar")):
+        if name.startswith(_VERSIONS):
+            digest.update(name.encode() + b"\0")
+    jar = _cache_folder() / f"parquet-keytools-spark-{digest.hexdigest()[:20]}.jar"
+    return jar if jar.is_file() else build_jar(jar)
 
 
 def _source_files() -> list[Path]:
@@ -483,12 +478,12 @@ def _java() -> str:
 
 
 def _compile(jars: Path, target: Path) -> None:
-    compiler = [str(jar) for jar in sorted(jars.glob("*.jar")) if jar.name.startswith(_COMPILER_JARS)]
-    everything = [str(jar) for jar in sorted(jars.glob("*.jar"))]
+    everything = sorted(jars.glob("*.jar"))
+    compiler = [jar for jar in everything if jar.name.startswith(_COMPILER_JARS)]
     # The JVM runs for a second.
-    java = [_java(), "-XX:TieredStopAtLevel=1", "-cp", os.pathsep.join(compiler), _COMPILER]
+    java = [_java(), "-XX:TieredStopAtLevel=1", "-cp", os.pathsep.join(map(str, compiler)), _COMPILER]
     options = ["-d", str(target), "-encoding", "UTF-8", "-g:lines,source"]
-    command = [*java, *options, "-classpath", os.pathsep.join(everything), *map(str, _source_files())]
+    command = [*java, *options, "-classpath", os.pathsep.join(map(str, everything)), *map(str, _source_files())]
     try:
         done = subprocess.run(  # noqa: S603 - Java and Spark of this user, and our own sources
             command, capture_output=True, text=True, errors="replace", timeout=_COMPILER_SECONDS, check=False

@@ -45,6 +45,7 @@ _KEY_OPTIONS = (
     _COLUMN_KEYS,
     "parquet.encryption.complete.columns",
 )
+_NOT_COMPARED = {*FACTORY_OPTIONS, *_KEY_OPTIONS, _CACHE_NAME}
 _SHREDDING = "spark.sql.variant.infershreddingschema"
 _HINT = "`parquet-keytools spark encrypt` can: let Spark write plaintext files, and encrypt these."
 
@@ -251,7 +252,9 @@ class WriteRequests:
                 raise ConfigurationError(mismatch, hint=f"First, {error}") from error
             raise
         policy = self._keys.policy(name, leaves, field_labels, key_values)
-        differing = [option for option in wanted if _differs(option, options, wanted)]
+        compared = [option for option in wanted if option.startswith("parquet.encryption.")]
+        differing = [option for option in compared if options.get(option, "") != wanted[option]]
+        differing = [option for option in differing if option not in _NOT_COMPARED]
         changed = [option for option in _KEY_OPTIONS if options.get(option, "") != wanted.get(option, "")]
         if _keys_of(options, found & expected) != _keys_of(wanted, found & expected):
             differing += changed
@@ -275,12 +278,6 @@ class WriteRequests:
             assert self._keys.kms is not None
             wanted |= _key_options(policy, self._keys.kms)
         return policy.used_master_key_ids(), {option: wanted.get(option, "") for option in _KEY_OPTIONS}
-
-
-def _differs(option: str, options: dict[str, str], wanted: dict[str, str]) -> bool:
-    if not option.startswith("parquet.encryption.") or option in (*FACTORY_OPTIONS, *_KEY_OPTIONS, _CACHE_NAME):
-        return False
-    return options.get(option, "") != wanted[option]
 
 
 def _keys_of(options: dict[str, str], columns: Iterable[str]) -> dict[str | None, str | None]:

@@ -235,7 +235,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def _without_secrets(self, argument: Any) -> Any:
         source = self._keys.configuration.source
-        return source.shown if source is not None and isinstance(argument, Mapping) else argument
+        return source.document if source is not None and isinstance(argument, Mapping) else argument
 
     @cached_property
     def arrow(self) -> pafs.PyFileSystem:

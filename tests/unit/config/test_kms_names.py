@@ -125,7 +125,7 @@ def test_secrets_of_each_kms_stay_here(tmp_path: Path) -> None:
     data = pickle.dumps(keytools)
     assert KEY.encode() not in data and KEY not in repr(keytools.configuration)
     source = keytools.configuration.source
-    assert source is not None and KEY not in json.dumps(source.shown)
+    assert source is not None and KEY not in json.dumps(source.document)
     assert [path[:3] for path in source.redacted_paths] == [("kms", "eu", "keys")] * 2 + [("kms", "us", "keys")]
     restored = pickle.loads(data)
     assert restored.kms.master_key_ids() == {"eu::footer", "eu::pii", "us::pii"}

@@ -7,14 +7,12 @@ import random
 import shutil
 import tracemalloc
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pyarrow as pa
 import pytest
-from key_services import key_service
+from fake_spark import FakeSpark
 
 from parquet_keytools import Keytools
 from parquet_keytools.conformance import file_keys
@@ -30,8 +28,7 @@ from parquet_keytools.conformance.report import (
 )
 from parquet_keytools.errors import KeyNotAvailableError
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever
-from parquet_keytools.spark import map_files, pipelines
-from parquet_keytools.storage.locations import FileLocation
+from parquet_keytools.spark import pipelines
 
 DEK, OTHER_DEK = b"dek" * 5 + b"1", b"dek" * 5 + b"2"
 
@@ -352,25 +349,27 @@ def test_a_file_of_a_folder_that_changes_before_it_is_read_again_is_no_pass(
 
 @changes
 def test_a_file_that_changes_before_spark_reads_it_again_is_no_pass(
-    monkeypatch: pytest.MonkeyPatch, keytools: Keytools, folder: Path, change: str | Callable[[Path], None]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, change: str | Callable[[Path], None]
 ) -> None:
-    worker: Any = SimpleNamespace(keys=key_service(keytools))
-    monkeypatch.setattr(file_keys._Fingerprints, "key", file_keys.fingerprint_key())
-    how = pipelines._Verification(None, None, (), b"fingerprints" * 2)
-    files = [map_files.NamedFile(path.name, path.stat().st_size) for path in sorted(folder.iterdir())]
+    config = tmp_path / "keys.yaml"
+    key = base64.b64encode(b"k" * 16).decode()
+    config.write_text(
+        f"{{version: 1, kms: {{type: in_memory, keys: {{key: {key}}}}}, "
+        "tables: {t: {footer_key: key, unlisted_columns: footer_key}}}"
+    )
 
-    class OneAfterAnother:
-        def map_files(self, _: str, function: Any, files: list[map_files.NamedFile]) -> Iterator[Any]:
-            return ((file, function(worker, FileLocation.resolve(folder / file.name), file)) for file in files)
+    def rows() -> list[dict[str, Any]]:
+        report = pipelines.verify(FakeSpark(2), folder, config)
+        return [row for row in report.rule_rows() if row["rule"] == "nonce-shared"]
 
-    job: Any = OneAfterAnother()
-    found = [outcome.other for _, outcome in job.map_files("", partial(pipelines._verify, how=how), files)]
-    results = []
-    for _ in range(2):
-        book = RuleBook([Scope.DATA_SET])
-        pipelines._shared_nonces(job, how, found, files).check(book)
-        results.append(result_of(book.results(), "nonce-shared"))
+    assert [row["outcome"] for row in rows()] == [Outcome.HOLDS.value]
+    check = SharedNonces.check
+
+    def change_and_check(nonces: SharedNonces, book: RuleBook) -> None:
         make_change(change, folder / "a.parquet", monkeypatch)
-    assert [result.outcome for result in results] == [Outcome.HOLDS, Outcome.NOT_CHECKED]
+        check(nonces, book)
+
+    monkeypatch.setattr(SharedNonces, "check", change_and_check)
     changed = ["a.parquet", "b.parquet"] if change == "keys" else ["a.parquet"]
-    assert results[1].reasons == tuple(f"{name}: it {NOT_READ_AGAIN}" for name in changed)
+    found = {(row["outcome"], row["message"]) for row in rows()}
+    assert found == {(Outcome.NOT_CHECKED.value, f"{name}: it {NOT_READ_AGAIN}") for name in changed}
