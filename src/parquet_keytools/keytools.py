@@ -29,9 +29,9 @@ from parquet_keytools.keys.key_wrapping import Clock
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation import rekeying
 from parquet_keytools.rotation.data_set_run import OnFile, RunOptions
+from parquet_keytools.rotation.file_keys import same_master_key
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory
 from parquet_keytools.rotation.report import FileRotation, RotationReport
-from parquet_keytools.rotation.rewrapper import same_master_key
 from parquet_keytools.rotation.rotate import Rewrapping, master_key_id, plan_rotation, prefix_of, rotate_data_set
 from parquet_keytools.runtime.presentation import Summarised, install_hint
 from parquet_keytools.storage.locations import FileLocation, PathLike, PathOrPaths

@@ -144,7 +144,7 @@ def wanted_key(keytools: Keytools, text: str) -> WantedKey:
     """Return the master key that `KEY[@VERSION]` names; refuse one that does not exist: it would seem unneeded."""
     from parquet_keytools.config.document import did_you_mean, one_of
     from parquet_keytools.errors import ConfigurationError, KmsError, KmsUnavailableError, MasterKeyNotFoundError
-    from parquet_keytools.rotation.rewrapper import check_version
+    from parquet_keytools.rotation.file_keys import check_version
 
     names = keytools.configuration.master_keys
     known = None if keytools.kms is None else keytools.kms.master_key_ids()
@@ -230,7 +230,7 @@ class _KeysTally:
     """Counts the keys that files depend on, file by file."""
 
     def __init__(self, keytools: Keytools, wanted: list[WantedKey]) -> None:
-        from parquet_keytools.rotation.rewrapper import same_master_key
+        from parquet_keytools.rotation.file_keys import same_master_key
 
         self._wanted = wanted
         self._same = same_master_key(keytools.kms)

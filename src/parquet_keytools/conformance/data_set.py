@@ -24,7 +24,7 @@ from typing import Any
 from parquet_keytools import audit
 from parquet_keytools.conformance.file_keys import SharedNonces, TableFiles
 from parquet_keytools.conformance.file_verifier import FileEnd, FileFacts
-from parquet_keytools.conformance.report import RuleBook
+from parquet_keytools.conformance.report import FILE_SCOPES, DataSetReport, FileReport, RuleBook, Scope
 from parquet_keytools.encryption.footer import FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import FooterMode
 from parquet_keytools.errors import (
@@ -43,7 +43,15 @@ from parquet_keytools.runtime.presentation import escaped_path, printable
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, open_source, read_whole
 from parquet_keytools.storage.outputs import write_whole
-from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, data_set, named_parquet_file
+from parquet_keytools.storage.walk import (
+    Entry,
+    LeftOut,
+    LeftOutReason,
+    ParquetFile,
+    Unseen,
+    data_set,
+    named_parquet_file,
+)
 
 _PART = re.compile(r"part[-_.]?(\d{1,9})", re.IGNORECASE)
 _RUN = re.compile(r"\d{1,9}")
@@ -100,21 +108,26 @@ def _part_name(member: FileFacts) -> PartName:
     return [text.rpartition("/")[2] for text in texts]
 
 
-def check_data_set(
+def folder_report(
     folder: FileLocation,
+    reports: Sequence[FileReport],
     members: Sequence[FileFacts],
-    left_out: Sequence[LeftOut],
     nonces: SharedNonces,
-    book: RuleBook,
-    tables: TableFiles,
-    allow_plaintext: Collection[str] = (),
+    entries: Sequence[Entry],
+    *,
     part_count: int | None = None,
-) -> None:
-    """Check the rules of a data set.
+    not_attempted: Sequence[FileLocation] = (),
+    allow_plaintext: Collection[str] = (),
+    expected: Mapping[str, ListedFile] | None = None,
+    tables: TableFiles | None = None,
+) -> DataSetReport:
+    """Check what was found in the files of a folder, wherever that was, and what else is in it.
 
     `allow_plaintext` has globs of paths within the folder of plaintext files that are accepted; `part_count` is
-    how many parts there must be, numbered from 0, if that is known.
+    how many parts there must be, numbered from 0, and `expected` the list of files, if they are known.
     """
+    book, tables = RuleBook([Scope.DATA_SET]), tables or TableFiles()
+    left_out = [entry for entry in entries if isinstance(entry, LeftOut)]
     encrypted = [member for member in members if member.is_encrypted]
     _check_distinct(
         "file-copied", ((member.name, [member.file_unique]) for member in encrypted), "file unique", book
@@ -128,13 +141,30 @@ def check_data_set(
             book.broken("plaintext-among", f"{member.name} is not encrypted.")
     book.holds("plaintext-among", "plaintext-skipped", "other-data")
     _check_left_out(folder, members, left_out, tables, allow_plaintext, book)
-    summaries = [left.location for left in left_out if left.reason is LeftOutReason.SUMMARY]
-    _check_summaries(folder, summaries, members, book)
+    _check_summaries(folder, left_out, members, book)
     if part_count is None:
         _check_gaps(members, book)
     else:
         _check_parts(members, part_count, book)
     _check_columns(members, book)
+    if expected is not None:
+        _check_list(expected, members, [location.path_within(folder) for location in not_attempted], book)
+    return DataSetReport(
+        str(folder),
+        (*reports, *(unreadable(entry.path, entry.reason) for entry in entries if isinstance(entry, Unseen))),
+        book.results(),
+        {left.path: left.reason for left in left_out if left.reason is not LeftOutReason.KEY_MATERIAL_BESIDE},
+        tuple(map(str, not_attempted)),
+        tables.kms_is_unavailable,
+    )
+
+
+def unreadable(path: str, reason: str) -> FileReport:
+    """Return the report on a file of which nothing can be said."""
+    book = RuleBook(FILE_SCOPES)
+    for scope in FILE_SCOPES:
+        book.scope_not_checked(scope, f"the file cannot be read: {reason}")
+    return FileReport(path, True, book.results())
 
 
 def _check_keys(encrypted: Sequence[FileFacts], nonces: SharedNonces, book: RuleBook) -> None:
@@ -200,13 +230,13 @@ def _check_left_out(
 
 
 def _check_summaries(
-    folder: FileLocation, summaries: Sequence[FileLocation], members: Sequence[FileFacts], book: RuleBook
+    folder: FileLocation, left_out: Sequence[LeftOut], members: Sequence[FileFacts], book: RuleBook
 ) -> None:
     names = {member.name for member in members}
     is_encrypted = any(member.is_encrypted for member in members)
     if is_encrypted:
         book.holds("summary-file")
-    for summary in summaries:
+    for summary in (left.location for left in left_out if left.reason is LeftOutReason.SUMMARY):
         # Dask writes one without rows, which is encrypted like any other file.
         if is_encrypted and not _is_encrypted(summary):
             book.broken("summary-file", f"{summary.name} is beside encrypted files.")
@@ -292,13 +322,11 @@ def is_table_metadata(location: FileLocation) -> bool:
 def _listed_files(folder: FileLocation, summary: FileLocation) -> Iterator[str]:
     """Yield the files that a summary file lists, as far as it can be read; nothing of it is authenticated."""
     envelope = _visible_of(summary)
-    try:
+    with suppress(ParquetFormatError):
         footer = None if envelope is None else envelope.unverified_footer()
-    except ParquetFormatError:
-        return
-    paths = {chunks[0].file_path for chunks in footer.chunks if chunks} if footer is not None else set()
-    within = PurePosixPath(summary.path_within(folder)).parent
-    yield from (str(within / path) for path in paths if path)
+        paths = {chunks[0].file_path for chunks in footer.chunks if chunks} if footer is not None else set()
+        within = PurePosixPath(summary.path_within(folder)).parent
+        yield from (str(within / path) for path in paths if path)
 
 
 def _visible_of(location: FileLocation) -> FooterEnvelope | None:
@@ -397,7 +425,7 @@ class ListedFile(FileEnd):
     file_unique: str
 
 
-def check_list(
+def _check_list(
     files: Mapping[str, ListedFile], members: Sequence[FileFacts], unknown: Sequence[str], book: RuleBook
 ) -> None:
     """Compare the files of a folder with a list (rule `file-list`); `unknown` are files that were not verified."""
@@ -482,9 +510,22 @@ class ListKeeper:
 
     def read(self, source: FileLocation) -> dict[str, ListedFile]:
         """Return the files of a list, by their paths within the folder, once the list is authenticated."""
-        document, material, claimed = _parsed(source)
+        try:
+            document = json.loads(read_whole(source, _MAX_LIST_BYTES))
+            if document["format"] != _FORMAT or document["version"] != _VERSION:
+                raise _invalid(source, "its format or version is unknown")
+            claimed = bytes.fromhex(document.pop("hmac_sha256"))
+            material = KeyMaterial.parse(document["key_material"])
+        except (ParquetFormatError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise _invalid(source, "it is not a list that `verify --record` writes") from None
+        # The list must not choose the master key: a reader of a column could forge a list under the column's key.
+        if not self._keys.is_under(material, self._key_name):
+            raise FileListError(
+                f"{source} is under master key {printable(material.master_key_id)!r}, not {self._key_name!r}.",
+                hint="Name the master key that the list was recorded with: --list-key.",
+            )
         with audit.about(source):
-            key = self._unwrapped(source, material)
+            key = self._keys.unwrap_key(material)
         if not hmac.compare_digest(_hmac(key, document), claimed):
             raise _invalid(source, "its HMAC is wrong: the list was changed, or its key was")
         if document["table"] != self._table_name:
@@ -518,27 +559,6 @@ class ListKeeper:
                     end = FileEnd.of(file.tail.offset, file.tail.data)
                     entries[file.location.path_within(folder)] = _listed(end, file.footer.envelope.aad_file_unique)
         return entries
-
-    def _unwrapped(self, source: FileLocation, material: KeyMaterial) -> SecretBytes:
-        # The list must not choose the master key: a reader of a column could forge a list under the column's key.
-        if not self._keys.is_under(material, self._key_name):
-            raise FileListError(
-                f"{source} is under master key {printable(material.master_key_id)!r}, not {self._key_name!r}.",
-                hint="Name the master key that the list was recorded with: --list-key.",
-            )
-        return self._keys.unwrap_key(material)
-
-
-def _parsed(source: FileLocation) -> tuple[dict[str, Any], KeyMaterial, bytes]:
-    """Return the document without its HMAC, its key material, and the HMAC. Nothing is authenticated yet."""
-    try:
-        document = json.loads(read_whole(source, _MAX_LIST_BYTES))
-        if document["format"] != _FORMAT or document["version"] != _VERSION:
-            raise _invalid(source, "its format or version is unknown")
-        claimed = bytes.fromhex(document.pop("hmac_sha256"))
-        return document, KeyMaterial.parse(document["key_material"]), claimed
-    except (ParquetFormatError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _invalid(source, "it is not a list that `verify --record` writes") from None
 
 
 def _invalid(source: FileLocation, why: str) -> FileListError:

@@ -66,19 +66,14 @@ def use_fingerprint_key(key: bytes) -> None:
     _Fingerprints.key = key
 
 
-KeyUser = tuple[str, ...]
-"""Whom a key is for: the path of a column, or `FOOTER`."""
-
-FOOTER: KeyUser = ()
-"""The footer; no column has an empty path."""
+KeyUser = tuple[str, ...] | None
+"""Whom a key is for: the path of a column, or None for the footer."""
 
 
 def title_of(user: KeyUser) -> str:
     """Return what people call it: `footer`, or the dotted path of a column."""
-    title = ".".join(user)
-    if user == FOOTER:
-        return "footer"
-    return title if title != "footer" else "column footer"
+    title = "footer" if user is None else ".".join(user)
+    return "column footer" if user == ("footer",) else title
 
 
 @dataclass(frozen=True)
@@ -181,8 +176,8 @@ class FileKeys:
 
     def _ask(self, wanted: Sequence[tuple[KeyUser, bytes | None]]) -> Sequence[SecretBytes | KeytoolsError]:
         assert self.finder is not None
-        if [user for user, _ in wanted] != [FOOTER]:
-            return self.finder.column_deks(wanted)
+        if columns := [(user, key_metadata) for user, key_metadata in wanted if user is not None]:
+            return self.finder.column_deks(columns)
         try:
             return [self.finder.footer_dek(wanted[0][1])]
         except KeytoolsError as error:
@@ -190,7 +185,7 @@ class FileKeys:
 
     def _check_material(self, user: KeyUser, material: KeyMaterial) -> None:
         self.key_names[user] = material.master_key_id
-        if material.is_footer_key is (user == FOOTER):
+        if material.is_footer_key is (user is None):
             self.book.holds("key-material-kind")
         else:
             kind = "a footer" if material.is_footer_key else "a column"
@@ -200,7 +195,7 @@ class FileKeys:
         named = {material.kms_instance_id, material.kms_instance_url} - known
         if named:
             self.book.broken("kms-named", f"{title_of(user)}: {', '.join(sorted(map(repr, named)))[:300]}.")
-        elif user == FOOTER:
+        elif user is None:
             self.book.holds("kms-named")
 
     def _material(self, user: KeyUser, key_metadata: bytes | None) -> KeyMaterial | None:
@@ -219,7 +214,7 @@ class FileKeys:
             book.holds("key-material")
         elif isinstance(parsed, DataKeyId):
             self.key_names[user] = parsed.name
-        elif finder is not None and (known := finder.name_without_metadata(user or None)) is not None:
+        elif finder is not None and (known := finder.name_without_metadata(user)) is not None:
             self.key_names[user] = known
         if isinstance(parsed, KeyMaterial):
             self._check_material(user, parsed)
@@ -333,7 +328,7 @@ def check_table_of_footer(expectation: Expectation, envelope: Envelope, keys: Fi
     is_stored = envelope.aad_prefix is not None
     may_be_stored = table.settings.store_aad_prefix
     book.check("wanted-prefix", may_be_stored or not is_stored, "the prefix is stored.")
-    is_known, key = _key(FOOTER, envelope.key_metadata, keys)
+    is_known, key = _key(None, envelope.key_metadata, keys)
     found = table.for_file(expectation.path, [key]).footer_mismatches(envelope.algorithm, key)
     _note(found if is_known else [mismatch for mismatch in found if mismatch.what == "algorithm"], table, book)
     book.holds("wanted-algorithm", *(["wanted-keys"] if is_known else []))
@@ -356,22 +351,20 @@ def check_table_of_columns(
     except ConfigurationError as error:
         # Readers take files of another schema, and compare the columns that are there: so the rest is done, too.
         book.broken("wanted-columns", str(error))
-    is_known, footer_key = _key(FOOTER, envelope.key_metadata, keys)
+    is_known, footer_key = _key(None, envelope.key_metadata, keys)
     if envelope.algorithm is not None:
-        _check_length(FOOTER, footer_key, table, keys)
+        _check_length(None, footer_key, table, keys)
     if not footer.row_groups or not is_known:
         return
     from parquet_keytools.config.key_policy import undecided_columns
     from parquet_keytools.files.table_check import SeenColumn
 
     undecided = set(undecided_columns(table.settings, [column.path for column in footer.columns]))
-    for column in footer.columns:
-        if column.path in undecided and column.encryption is ColumnEncryption.PLAINTEXT:
-            name = ".".join(column.path)
-            message = f"column {name!r} is plaintext; table {table.table_name!r} does not say how to protect it."
-            book.broken("wanted-encryption", message)
     seen: list[SeenColumn] = []
     for column in footer.columns:
+        if column.path in undecided and column.encryption is ColumnEncryption.PLAINTEXT:
+            message = f"table {table.table_name!r} does not say how to protect it."
+            book.broken("wanted-encryption", f"column {column.name!r} is plaintext; {message}")
         key = None
         if column.encryption is ColumnEncryption.COLUMN_KEY:
             is_known, key = _key(column.path, column.key_metadata, keys)
@@ -415,7 +408,7 @@ def _key(user: KeyUser, key_metadata: bytes | None, keys: FileKeys) -> tuple[boo
 
     assert keys.finder is not None
     try:
-        return True, seen_key(keys.finder, key_metadata, user or None)
+        return True, seen_key(keys.finder, key_metadata, user)
     except (KeytoolsError, OSError):
         # What is wrong with it is a matter of other rules.
         keys.book.not_checked("wanted-keys", f"{title_of(user)}: its key is unknown")
@@ -449,9 +442,6 @@ def _check_length(user: KeyUser, key: ConfiguredKey | None, table: TableCheck, k
 MEMORY_BYTES = 8 * 1024 * 1024
 """How much the nonces of a pass take; to compare the nonces of several files takes three times as much again."""
 
-_BUCKET_BYTES = 1024 * 1024
-"""How much is compared at once: Python objects take ten times as much."""
-
 _MOST_REPEATED = 1000
 
 _OFFSET_LENGTH, _CHECK_LENGTH, _FILE_LENGTH = 6, 4, 4
@@ -476,7 +466,7 @@ def nonce_entry(nonce: bytes | memoryview, offset: int, check: bytes | memoryvie
     `check` is four bytes that tell a copy of the module from another module: the end of its tag, or the CRC of
     both ends of a page that has none.
     """
-    return b"".join((nonce, offset.to_bytes(_OFFSET_LENGTH, "little"), check))
+    return b"".join((nonce, offset.to_bytes(_OFFSET_LENGTH), check))
 
 
 class NoncePart(NamedTuple):
@@ -490,29 +480,25 @@ class NoncePart(NamedTuple):
 class FileNonces:
     """The nonces of one file, or a part of them, by the fingerprint of their DEK; for one thread.
 
-    All are kept, unless a part is `wanted`, or memory demands that only a `part` is.
+    All are kept, unless a part is `wanted`, or memory demands that only a `part` is. `invocations` has how often
+    each DEK encrypted.
     """
 
     def __init__(self, wanted: NoncePart | None = None) -> None:
         self.part = wanted or NoncePart(0, 1)
         self._is_fixed = wanted is not None
         self._entries: defaultdict[bytes, bytearray] = defaultdict(bytearray)
-        self._modules: Counter[bytes] = Counter()
-        self._pages: Counter[bytes] = Counter()
+        self.invocations: dict[bytes, Invocations] = {}
         self._repeated: list[tuple[bytes, bytes]] = []
         self.kept_bytes = 0
-
-    @property
-    def invocations(self) -> dict[bytes, Invocations]:
-        """How often each DEK encrypted, by its fingerprint."""
-        return {key: Invocations(modules, self._pages[key]) for key, modules in self._modules.items()}
 
     def add(self, fingerprint: bytes, entries: bytes | bytearray, pages: int = 0) -> None:
         """Add one `nonce_entry` after another under the DEK with a fingerprint; some of them are of pages."""
         if not entries:
             return
-        self._modules[fingerprint] += len(entries) // ENTRY_LENGTH
-        self._pages[fingerprint] += pages
+        before = self.invocations.get(fingerprint, Invocations(0, 0))
+        modules = before.modules + len(entries) // ENTRY_LENGTH
+        self.invocations[fingerprint] = Invocations(modules, before.pages + pages)
         if self.part.only is not None and fingerprint not in self.part.only:
             return
         if self.part.parts > 1:
@@ -536,7 +522,8 @@ class FileNonces:
         """Keep each nonce once, and then only half of them as often as needed."""
         for fingerprint, entries in self._entries.items():
             self._repeated += islice(_repeated(entries, ENTRY_LENGTH), _MOST_REPEATED - len(self._repeated))
-            self._entries[fingerprint] = _distinct(entries)
+            distinct = [entry for first, entry in _with_first(entries, ENTRY_LENGTH) if first is entry]
+            self._entries[fingerprint] = bytearray().join(distinct)
         self._count_kept()
         while self.kept_bytes > MEMORY_BYTES // 2 and not self._is_fixed:
             self.part = self.part._replace(parts=2 * self.part.parts)
@@ -553,9 +540,9 @@ class FileNonces:
 
     def check(self, book: RuleBook) -> None:
         """Check both rules about nonces, as far as nonces are kept here."""
-        for modules, pages in self.invocations.values():
-            message = f"one DEK encrypts {modules} modules, of which {pages} are pages."
-            book.check("invocations", Invocations(modules, pages).are_allowed, message)
+        for found in self.invocations.values():
+            message = f"one DEK encrypts {found.modules} modules, of which {found.pages} are pages."
+            book.check("invocations", found.are_allowed, message)
         self.check_repeated(book)
 
     def check_repeated(self, book: RuleBook) -> None:
@@ -565,7 +552,7 @@ class FileNonces:
         found = (repeated for entries in self._entries.values() for repeated in _repeated(entries, ENTRY_LENGTH))
         for pair in chain(self._repeated, found):
             # The same module may have been met twice.
-            first, offset = sorted(int.from_bytes(rest[:_OFFSET_LENGTH], "little") for rest in pair)
+            first, offset = sorted(int.from_bytes(rest[:_OFFSET_LENGTH]) for rest in pair)
             if first != offset:
                 book.broken("nonce-reuse", f"it has the nonce of the module at byte {first}.", offset=offset)
 
@@ -575,33 +562,20 @@ def _split(entries: bytes | bytearray, length: int) -> Iterator[bytes]:
     return (bytes(data[at : at + length]) for at in range(0, len(data), length))
 
 
-def _buckets(entries: bytes | bytearray, length: int) -> Iterable[bytes | bytearray]:
-    """Return the entries in buckets that are small, unless nonces repeat: equal nonces are in one bucket."""
-    count = len(entries) // _BUCKET_BYTES + 1
-    if count == 1:
-        return (entries,)
-    buckets = [bytearray() for _ in range(count)]
-    for entry in _split(entries, length):
-        buckets[hash(entry[:NONCE_LENGTH]) % count] += entry
-    return buckets
+def _with_first(entries: bytes | bytearray, length: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the entries in the order of nonces and offsets, each after the first entry with its nonce."""
+    first = nonce = b""
+    for entry in sorted(_split(entries, length)):
+        if not nonce or not entry.startswith(nonce):
+            first, nonce = entry, entry[:NONCE_LENGTH]
+        yield first, entry
 
 
 def _repeated(entries: bytes | bytearray, length: int) -> Iterator[tuple[bytes, bytes]]:
     """Yield what follows the nonce, in the first entry and in its own, for each whose nonce was there before."""
-    for bucket in _buckets(entries, length):
-        seen: dict[bytes, bytes] = {}
-        for entry in _split(bucket, length):
-            nonce, rest = entry[:NONCE_LENGTH], entry[NONCE_LENGTH:]
-            first = seen.setdefault(nonce, rest)
-            if first is not rest:
-                yield first, rest
-
-
-def _distinct(entries: bytearray) -> bytearray:
-    kept = bytearray()
-    for bucket in _buckets(entries, ENTRY_LENGTH):
-        kept += b"".join({entry[:NONCE_LENGTH]: entry for entry in _split(bucket, ENTRY_LENGTH)}.values())
-    return kept
+    for first, entry in _with_first(entries, length):
+        if first is not entry:
+            yield first[NONCE_LENGTH:], entry[NONCE_LENGTH:]
 
 
 ReadAgain = Callable[[Collection[str], NoncePart], Iterable[tuple[str, FileNonces | None]]]

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from parquet_keytools.conformance.file_keys import (
     ENTRY_LENGTH,
-    FOOTER,
     NOT_READ_AGAIN,
     Expectation,
     FileKeys,
@@ -76,7 +75,6 @@ from parquet_keytools.format.file_layout import (
     INDEX_PLACES,
     Bytes,
     ByteSource,
-    ChunkPlaces,
     Region,
     RegionKind,
     regions_at,
@@ -125,20 +123,6 @@ _REQUIRED = {
     ColumnMetaData.data_page_offset.field_id: WireType.I64,
 }
 """Ids of the required fields of ColumnMetaData, and their types."""
-
-_DEFECTS = {
-    PageFlaw.MODULE_LENGTH: "module-length",
-    PageFlaw.HEADER: "page-header",
-    PageFlaw.TYPE: "page-type",
-    PageFlaw.CHUNK_SIZE: "chunk-size",
-    PageFlaw.TOO_MANY: "ordinal-limit",
-}
-
-_INDEX_RULES = {
-    IndexRule.PAGES: "offset-index",
-    IndexRule.ROWS: "offset-index-rows",
-    IndexRule.COLUMN: "column-index",
-}
 
 
 class Depth(IntEnum):
@@ -315,7 +299,7 @@ class ChunkVerifier:
 
     def _verify_pages(self, region: Region, num_rows: int, found: DataPages | None) -> DataPages | None:
         """Walk over all pages; returns `found` with them, or None where not all were found."""
-        reader, file, places, window = self._reader, self._file, self._places, self._file.windows[RegionKind.PAGES]
+        reader, file, window = self._reader, self._file, self._file.windows[RegionKind.PAGES]
         start, end = region.offset, region.offset + (region.length or 0)
         window.end = end
         first_data_page: int | None = None
@@ -326,7 +310,7 @@ class ChunkVerifier:
             start,
             end,
             reader,
-            expects_dictionary_page=bool(places.dictionary_page_offset),
+            expects_dictionary_page=bool(self._known.places.dictionary_page_offset),
             path="",
             on_defect=self._note_defect,
         ):
@@ -373,9 +357,9 @@ class ChunkVerifier:
         return found
 
     @property
-    def _places(self) -> ChunkPlaces:
+    def _known(self) -> ChunkNumbers:
         assert self.numbers is not None
-        return self.numbers.places
+        return self.numbers
 
     def _end_at(self, page_ordinal: int) -> None:
         self.is_whole, self._lost_from = False, max(page_ordinal, 0)  # The dictionary page comes before page 0.
@@ -391,7 +375,7 @@ class ChunkVerifier:
         if defect.flaw is PageFlaw.TOO_MANY:
             place = place._replace(page_ordinal=MAX_COUNT - 1)
             message = f"the chunk has more than {MAX_COUNT} data pages."
-        self._book.broken(_DEFECTS[defect.flaw], message, place, defect.offset)
+        self._book.broken(defect.flaw.value, message, place, defect.offset)
 
     def _contents(self, page: Page, place: ModulePlace, *, is_first: bool) -> PageContents | None:
         """Return what a header says of the content of its page; None, which is reported, where that is wrong."""
@@ -400,7 +384,7 @@ class ChunkVerifier:
         if self._reader is not None:
             self._check_padding(len(header) - facts.length - GCM_FRAMING, place)
             if is_first:
-                stated = self._places.dictionary_page_offset or None
+                stated = self._known.places.dictionary_page_offset or None
                 actual = header_offset if ordinal == NO_PAGE_ORDINAL else None
                 message = f"it is {stated}, and the dictionary page is at {actual}."
                 self._book.check("dictionary-offset", stated == actual, message, place)
@@ -419,8 +403,7 @@ class ChunkVerifier:
         return contents
 
     def _check_numbers(self, values: int, first_data_page: int | None, num_rows: int) -> None:
-        book, numbers, place = self._book, self.numbers, self.place(ModuleType.COLUMN_META_DATA)
-        assert numbers is not None
+        book, numbers, place = self._book, self._known, self.place(ModuleType.COLUMN_META_DATA)
         message = f"the pages have {values} values, the metadata says {numbers.num_values}."
         fits = book.check("value-count", values == numbers.num_values, message, place)
         if self.column.is_flat:
@@ -438,7 +421,6 @@ class ChunkVerifier:
     ) -> bool:
         """Authenticate one page as far as its algorithm and its CRC allow; returns whether it is good."""
         reader, book, crc, is_good = self._reader, self._book, page.facts.crc, True
-        assert self.numbers is not None
         if crc is not None:
             message = "the page does not have the CRC that its header states."
             is_good = book.check("page-crc", zlib.crc32(stored) == crc, message, place)
@@ -446,11 +428,9 @@ class ChunkVerifier:
             is_good = self._authenticate(reader, page, place, contents, stored, module) and is_good
         else:
             is_good = self._check_content(place, contents, stored[contents.levels_length :]) and is_good
-        if self.numbers.codec == _UNCOMPRESSED:
-            length, stated = (
-                len(stored) - (0 if reader is None else reader.page_framing),
-                contents.uncompressed_length,
-            )
+        if self._known.codec == _UNCOMPRESSED:
+            length = len(stored) - (0 if reader is None else reader.page_framing)
+            stated = contents.uncompressed_length
             message = f"{length} bytes without framing, the header states {stated}."
             is_good = book.check("page-size", length == stated, message, place) and is_good
         return is_good
@@ -510,14 +490,12 @@ class ChunkVerifier:
 
     def _begins_well(self, contents: PageContents, start: memoryview) -> bool | None:
         """Return whether what follows the levels begins as the codec has it; None where that is unknown."""
-        assert self.numbers is not None
-        codec, length = self.numbers.codec, contents.uncompressed_length - contents.levels_length
-        if not contents.is_compressed or length <= 0 or (codec != _SNAPPY and codec not in _MAGICS):
+        codec, length = self._known.codec, contents.uncompressed_length - contents.levels_length
+        if not contents.is_compressed or length <= 0:
             return None
-        if codec != _SNAPPY:
-            return bytes(start[:_START_LENGTH]).startswith(_MAGICS[codec or 0])
         # Snappy begins with the length, seven bits in each byte.
-        return bytes(start[:_START_LENGTH]).startswith(varint(length))
+        magic = varint(length) if codec == _SNAPPY else _MAGICS.get(codec)
+        return None if magic is None else bytes(start[:_START_LENGTH]).startswith(magic)
 
     def _check_content(self, place: ModulePlace, contents: PageContents, start: memoryview) -> bool:
         begins_well = self._begins_well(contents, start)
@@ -532,17 +510,19 @@ class ChunkVerifier:
         self.is_index_damaged = True
         self._book.broken(rule_id, message, self.place(module_type), offset)
 
+    def _index_plaintext(self, module_type: ModuleType, stored: memoryview, offset: int) -> bytes | None:
+        plaintext = self._plaintext(module_type, stored, offset)
+        self.is_index_damaged |= plaintext is None
+        return plaintext
+
     def _check_page_index(self, region: Region, pages: DataPages | None, num_rows: int) -> None:
         is_offset_index = region.kind is RegionKind.OFFSET_INDEX
         module_type = ModuleType.OFFSET_INDEX if is_offset_index else ModuleType.COLUMN_INDEX
         self.modules.append(InspectedModule(module_type, region.offset, region.length or 0))
         if self._file.depth is Depth.HEADERS:
             return
-        data = self._plaintext(
-            module_type, self._file.windows[region.kind].view(region.offset, region.length or 0), region.offset
-        )
-        if data is None:
-            self.is_index_damaged = True
+        stored = self._file.windows[region.kind].view(region.offset, region.length or 0)
+        if (data := self._index_plaintext(module_type, stored, region.offset)) is None:
             return
         is_flat = self.column.is_flat
         if is_offset_index:
@@ -550,15 +530,15 @@ class ChunkVerifier:
         else:
             flaws, end = checked_column_index(data, pages)
         for rule, message in flaws:
-            self._index_broken(_INDEX_RULES[rule], message, module_type, region.offset)
+            self._index_broken(rule.value, message, module_type, region.offset)
         if end is None:
             return
         for rule in (IndexRule.PAGES, IndexRule.ROWS) if is_offset_index else (IndexRule.COLUMN,):
             if pages is not None or (rule is IndexRule.ROWS and not is_flat):
-                self._book.holds(_INDEX_RULES[rule])
+                self._book.holds(rule.value)
             else:
                 reason = f"the pages of a chunk could not all be walked, or there are more than {_MOST_PAGES:,}"
-                self._book.not_checked(_INDEX_RULES[rule], reason)
+                self._book.not_checked(rule.value, reason)
         self._check_padding(len(data) - end, self.place(module_type))
 
     def _check_bloom_filter(self, region: Region, limit: int) -> None:
@@ -574,9 +554,7 @@ class ChunkVerifier:
                 message = f"a module of {header_length} bytes does not fit where it lies."
                 self._index_broken("module-length", message, *where)
                 return
-        data = self._plaintext(where[0], stored[:header_length], region.offset)
-        if data is None:
-            self.is_index_damaged = True
+        if (data := self._index_plaintext(where[0], stored[:header_length], region.offset)) is None:
             return
         try:
             header, end = BloomFilterHeader.read(data)
@@ -603,8 +581,7 @@ class ChunkVerifier:
         self.modules.append(InspectedModule(ModuleType.BLOOM_FILTER_BITSET, bitset_offset, bitset_length))
         if self._reader is not None and self._file.depth is not Depth.HEADERS:
             bitset = memoryview(self._file.source.read_at(bitset_offset, bitset_length))
-            if self._plaintext(ModuleType.BLOOM_FILTER_BITSET, bitset, bitset_offset) is None:
-                self.is_index_damaged = True
+            self._index_plaintext(ModuleType.BLOOM_FILTER_BITSET, bitset, bitset_offset)
 
 
 def _module_of(stored: memoryview, levels_length: int, framing: int) -> memoryview:
@@ -690,17 +667,6 @@ def verify_source(
     return FileVerifier(source, finder, expectation or Expectation(), depth, nonce_part).verified()
 
 
-@dataclass(frozen=True)
-class OpenedFooter:
-    """A footer that can be looked into; the fingerprint is of its DEK, and empty without it."""
-
-    metadata: FileMetaData
-    file_aad: bytes | None
-    cipher: ModuleCipher | None
-    fingerprint: bytes
-    is_authentic: bool
-
-
 @dataclass(eq=False, repr=False)
 class FileVerifier:
     """Checks the rules of a file, as far as it is read.
@@ -708,7 +674,9 @@ class FileVerifier:
     Attributes:
         scratch: Where pages are decrypted, again and again.
         windows: In most files, pages follow one another, and so do page indexes of a kind: one reads each kind.
-        opened: Its footer; None where it cannot be read, or the file is not encrypted.
+        cipher: What opened the footer; None without its key, and of a plaintext file.
+        fingerprint: Of the DEK of the footer; empty without it.
+        is_authentic: Whether the footer is.
         footer: The parts of the footer; None where they do not fit together.
         chunks: Its column chunks, in the order of the footer.
     """
@@ -722,7 +690,10 @@ class FileVerifier:
     windows: dict[RegionKind, HeaderWindow] = field(default_factory=dict)
     book: RuleBook = field(default_factory=lambda: RuleBook(FILE_SCOPES))
     envelope: FooterEnvelope | None = None
-    opened: OpenedFooter | None = None
+    cipher: ModuleCipher | None = None
+    file_aad: bytes | None = None
+    fingerprint: bytes = b""
+    is_authentic: bool = False
     footer: OpenFooter | None = None
     chunks: list[ChunkVerifier] = field(default_factory=list)
     _regions: list[Region] = field(default_factory=list)
@@ -773,20 +744,33 @@ class FileVerifier:
         if envelope is None:
             self._nothing_behind("what is visible of the footer cannot be read")
             return _FILE_IS_LOST
-        if envelope.mode is FooterMode.UNENCRYPTED:
-            return self._unencrypted(envelope)
-        check_table_of_footer(self.expectation, envelope, self.keys)
-        opened = self.opened = self._open(envelope)
-        footer = self._footer(envelope, None if opened is None else opened.metadata)
-        if opened is None:
-            is_prefix_missing = envelope.supply_aad_prefix and self.expectation.aad_prefix is None
-            return None if is_prefix_missing and envelope.aad_prefix is None else _FILE_IS_LOST
+        book, expected, is_plaintext = self.book, self.expectation, envelope.mode is FooterMode.UNENCRYPTED
+        if is_plaintext:
+            metadata = read_metadata(envelope, envelope.body, book)
+        else:
+            check_table_of_footer(expected, envelope, self.keys)
+            metadata = self._open(envelope)
+        footer = self._footer(envelope, metadata)
+        if is_plaintext and not book.is_broken("algorithm-stated"):
+            if expected.accept_plaintext:
+                return None
+            if not expected.allow_plaintext:
+                book.broken("encrypted", "the file is a plaintext Parquet file.")
         if footer is None:
-            return _FILE_IS_LOST
-        self._check_chunks(envelope, footer, opened)
-        check_table_of_columns(self.expectation, envelope, footer, self.keys, self._kept)
+            is_prefix_missing = envelope.supply_aad_prefix and expected.aad_prefix is None
+            is_unknown = metadata is None and is_prefix_missing and envelope.aad_prefix is None
+            return None if is_unknown else _FILE_IS_LOST
+        if is_plaintext:
+            if not expected.allow_plaintext:
+                return None
+            # Readers may take plaintext files, and what is expected of this one is still not there.
+            if expected.aad_prefix is not None:
+                book.broken("prefix-expected", "the file is in plaintext, and has none.")
+            check_table_of_footer(expected, envelope, self.keys)
+        self._check_chunks(envelope, footer)
+        check_table_of_columns(expected, envelope, footer, self.keys, self._kept)
         # What a footer says that is not authentic is of no use to readers.
-        return self._damage(footer) if opened.is_authentic else _FILE_IS_LOST
+        return self._damage(footer) if is_plaintext or self.is_authentic else _FILE_IS_LOST
 
     def _check_nonces(self) -> None:
         """Check the rules about nonces; where they do not fit into memory, the file is read once for each part.
@@ -807,26 +791,6 @@ class FileVerifier:
                 self.book.not_checked("nonce-reuse", f"the file {NOT_READ_AGAIN}")
             again.nonces.check_repeated(self.book)
 
-    def _unencrypted(self, envelope: FooterEnvelope) -> Damage | None:
-        expected, book = self.expectation, self.book
-        footer = self._footer(envelope, read_metadata(envelope, envelope.body, book))
-        if not book.is_broken("algorithm-stated"):
-            if expected.accept_plaintext:
-                return None
-            if not expected.allow_plaintext:
-                book.broken("encrypted", "the file is a plaintext Parquet file.")
-        if footer is None:
-            return _FILE_IS_LOST
-        if not expected.allow_plaintext:
-            return None
-        # Readers may take plaintext files, and what is expected of this one is still not there.
-        if expected.aad_prefix is not None:
-            book.broken("prefix-expected", "the file is in plaintext, and has none.")
-        self._check_chunks(envelope, footer, None)
-        check_table_of_footer(expected, envelope, self.keys)
-        check_table_of_columns(expected, envelope, footer, self.keys, self._kept)
-        return self._damage(footer)
-
     def _footer(self, envelope: FooterEnvelope, metadata: FileMetaData | None) -> OpenFooter | None:
         if metadata is not None:
             path, table = self.expectation.path, self.expectation.table
@@ -843,26 +807,24 @@ class FileVerifier:
 
     # --- The footer ---
 
-    def _open(self, envelope: FooterEnvelope) -> OpenedFooter | None:
+    def _open(self, envelope: FooterEnvelope) -> FileMetaData | None:
         """Open the footer; None where it is not plaintext and cannot be decrypted."""
         book, is_plaintext = self.book, envelope.mode is FooterMode.PLAINTEXT_FOOTER
-        dek = self.keys.deks([(FOOTER, envelope.key_metadata)])[0]
+        dek = self.keys.deks([(None, envelope.key_metadata)])[0]
         file_aads = self._file_aads(envelope)
         if is_plaintext:
             length = len(envelope.signature)
             message = f"{length} bytes follow the footer, and the signature has {SIGNATURE_LENGTH}."
             book.check("signature-present", length == SIGNATURE_LENGTH, message, FOOTER_PLACE)
         if dek is None or not file_aads:
-            reason = self.keys.denied.get(FOOTER) or "the AAD prefix is missing or wrong, or the file unique is"
+            reason = self.keys.denied.get(None) or "the AAD prefix is missing or wrong, or the file unique is"
             if not is_plaintext:
                 book.scope_not_checked(Scope.FOOTER, f"footer: {reason}")
                 return None
             # What it shows can be checked; only that it is authentic cannot.
             book.not_checked("signature-valid", f"footer: {reason}")
-            metadata = read_metadata(envelope, envelope.body, book)
-            if metadata is None:
-                return None
-            return OpenedFooter(metadata, next(iter(file_aads), None), None, b"", False)
+            self.file_aad = next(iter(file_aads), None)
+            return read_metadata(envelope, envelope.body, book)
         ciphers = [ModuleCipher(dek, file_aad) for file_aad in file_aads]
         key, metadata = fingerprint(dek), None
         cipher, data = (self._signed if is_plaintext else self._decrypted)(envelope, ciphers, key)
@@ -872,7 +834,10 @@ class FileVerifier:
             metadata = read_metadata(envelope, envelope.body, book)
         if envelope.aad_prefix is None and envelope.supply_aad_prefix and (data is not None or not is_plaintext):
             book.holds("prefix-expected")
-        return None if metadata is None else OpenedFooter(metadata, cipher.file_aad, cipher, key, data is not None)
+        if metadata is not None:
+            self.cipher, self.file_aad, self.fingerprint = cipher, cipher.file_aad, key
+            self.is_authentic = data is not None
+        return metadata
 
     def _file_aads(self, envelope: FooterEnvelope) -> tuple[bytes, ...]:
         """Return what may begin all AADs; nothing where it is not known (spec 4.4.1)."""
@@ -939,7 +904,7 @@ class FileVerifier:
 
     # --- Column chunks ---
 
-    def _check_chunks(self, envelope: FooterEnvelope, footer: OpenFooter, opened: OpenedFooter | None) -> None:
+    def _check_chunks(self, envelope: FooterEnvelope, footer: OpenFooter) -> None:
         book, footer_offset = self.book, envelope.footer_offset
         self.windows = {
             kind: HeaderWindow(self.source, 0, footer_offset, step=step)
@@ -949,7 +914,7 @@ class FileVerifier:
                 (RegionKind.OFFSET_INDEX, None),
             )
         }
-        ciphers = {} if opened is None else self._ciphers(footer, opened)
+        ciphers = self._ciphers(footer)
         for row_group_ordinal in range(len(footer.row_groups)):
             for column in footer.columns:
                 cipher, key = ciphers.get(column.ordinal, (None, b""))
@@ -957,7 +922,7 @@ class FileVerifier:
                 self.chunks.append(chunk)
                 self._read_metadata(chunk, footer)
         unusable = check_layout(self._regions, footer_offset, book)
-        if opened is not None:
+        if envelope.mode is not FooterMode.UNENCRYPTED:
             numbers = {chunk.key: chunk.numbers for chunk in self.chunks if chunk.numbers is not None}
             check_row_groups(footer, numbers, self._regions, book)
         by_key = {chunk.key: chunk for chunk in self.chunks}
@@ -1018,28 +983,28 @@ class FileVerifier:
             for rule_id in ("layout-gap", "metadata-leaked"):
                 self.book.not_checked(rule_id, "not all parts of the file are known")
 
-    def _ciphers(self, footer: OpenFooter, opened: OpenedFooter) -> dict[int, tuple[ModuleCipher, bytes]]:
+    def _ciphers(self, footer: OpenFooter) -> dict[int, tuple[ModuleCipher, bytes]]:
         """Return cipher and fingerprint of the DEK of columns, by ordinal, as far as their keys are available."""
         found: dict[int, tuple[ModuleCipher, bytes]] = {}
         own = [column for column in footer.columns if column.encryption is ColumnEncryption.COLUMN_KEY]
         known: list[tuple[Column, bytes]] = []
         for column in footer.columns:
             if column.encryption is ColumnEncryption.FOOTER_KEY:
-                if opened.cipher is not None:
-                    found[column.ordinal] = (opened.cipher, opened.fingerprint)
+                if self.cipher is not None:
+                    found[column.ordinal] = (self.cipher, self.fingerprint)
                 else:
-                    self._denied(column, self.keys.denied.get(FOOTER, "no AAD can be built"))
+                    self._denied(column, self.keys.denied.get(None, "no AAD can be built"))
         deks = self.keys.deks([(column.path, column.key_metadata) for column in own])
         for column, dek in zip(own, deks, strict=True):
             if dek is None:
                 self._denied(column, self.keys.denied[column.path])
                 continue
             known.append((column, fingerprint(dek)))
-            if opened.file_aad is None:
+            if self.file_aad is None:
                 self._denied(column, "no AAD can be built")
             else:
-                found[column.ordinal] = (ModuleCipher(dek, opened.file_aad), known[-1][1])
-        check_deks(opened.fingerprint or None, known, self.keys)
+                found[column.ordinal] = (ModuleCipher(dek, self.file_aad), known[-1][1])
+        check_deks(self.fingerprint or None, known, self.keys)
         return found
 
     def _denied(self, column: Column, reason: str) -> None:

@@ -59,7 +59,7 @@ from parquet_keytools.format.structs import (
     RowGroup,
     SchemaElement,
 )
-from parquet_keytools.format.thrift import IntegerFields, WireType
+from parquet_keytools.format.thrift import WireType
 
 if TYPE_CHECKING:
     from parquet_keytools.files.table_check import TableCheck
@@ -224,22 +224,14 @@ class OpenFooter:
 class ChunkNumbers(NamedTuple):
     """What the metadata of a chunk says; all of it would take much memory."""
 
-    codec: int | None
+    codec: int
     num_values: int
     places: ChunkPlaces
 
     @classmethod
     def of(cls, metadata: ColumnMetaData) -> ChunkNumbers:
         """Take the numbers out of metadata; raises `ParquetFormatError` if one is missing."""
-        codec, num_values = metadata.struct.numbers(_CODEC_AND_VALUES)
-        places = ChunkPlaces(*places_of(metadata))
-        return cls(codec, metadata.num_values if num_values is None else num_values, places)
-
-
-_CODEC_AND_VALUES: IntegerFields = (
-    (ColumnMetaData.codec.field_id, WireType.I32),
-    (ColumnMetaData.num_values.field_id, WireType.I64),
-)
+        return cls(metadata.codec, metadata.num_values, ChunkPlaces(*places_of(metadata)))
 
 
 def chunk_place(row_group_ordinal: int, column_ordinal: int) -> ModulePlace:
@@ -337,16 +329,16 @@ def _check_values(envelope: Envelope, footer: OpenFooter, book: RuleBook, shown_
 
 def _check_types(footer: OpenFooter, schema: Sequence[SchemaElement], book: RuleBook) -> None:
     metadata = footer.metadata
-    names = dict.fromkeys(metadata.fields_of_other_types())
+    names = set(metadata.fields_of_other_types())
     for record in (*schema, *footer.row_groups, *(metadata.key_value_metadata or ())):
-        names.update(dict.fromkeys(record.fields_of_other_types()))
+        names.update(record.fields_of_other_types())
     kinds: set[frozenset[tuple[int, WireType]]] = set()  # Chunks are many, and most are of one kind.
     for chunk in itertools.chain.from_iterable(footer.chunks):
         if (kind := frozenset(chunk.struct.types().items())) not in kinds:
             kinds.add(kind)
-            names.update(dict.fromkeys(chunk.fields_of_other_types()))
+            names.update(chunk.fields_of_other_types())
         if chunk.struct.has(_META_DATA) and (visible := chunk.meta_data) is not None:
-            names.update(dict.fromkeys(visible.fields_of_other_types()))
+            names.update(visible.fields_of_other_types())
     book.check("field-types", not names, f"{', '.join(sorted(names))}: another type.", FOOTER_PLACE)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from parquet_keytools.conformance.file_keys import Expectation, MaterialFinder
+from parquet_keytools.conformance.file_keys import Expectation, KeyUser, MaterialFinder
 from parquet_keytools.conformance.file_verifier import ChunkVerifier, Depth, FileVerifier, InspectedModule
 from parquet_keytools.conformance.footer_rules import Column, OpenFooter
 from parquet_keytools.conformance.report import Finding, Severity
@@ -164,16 +164,16 @@ class Inspection(Summarised):
 
 
 def describe_key(
-    key_metadata: bytes | None, user: tuple[str, ...], finder: MaterialFinder | None = None
+    key_metadata: bytes | None, user: KeyUser, finder: MaterialFinder | None = None
 ) -> KeyDescription:
-    """Decode key metadata of a column, or of the footer, whose path is empty.
+    """Decode key metadata of a column, or of the footer.
 
     External key material, and what the caller knows, only where `finder` can get it.
     """
     try:
         parsed = parse_key_metadata(key_metadata)
         if parsed is None:
-            known = None if finder is None else finder.name_without_metadata(user or None)
+            known = None if finder is None else finder.name_without_metadata(user)
             return KeyDescription("none", known)
         if isinstance(parsed, DataKeyId):
             return KeyDescription("data key", parsed.name)
@@ -257,13 +257,13 @@ def inspect_source(
         for finding in result.findings
         if result.rule.severity is Severity.VIOLATION
     )
-    envelope, footer, opened = verifier.envelope, verifier.footer, verifier.opened
+    envelope, footer = verifier.envelope, verifier.footer
     if envelope is None:
         return Inspection(source.path, source.size_bytes, flaws=flaws)
     is_encrypted = envelope.mode is not FooterMode.UNENCRYPTED
     denied = {} if finder is None else verifier.keys.denied
     prefix, file_unique = envelope.aad_prefix, envelope.aad_file_unique
-    footer_key = describe_key(envelope.key_metadata, (), finder) if is_encrypted else None
+    footer_key = describe_key(envelope.key_metadata, None, finder) if is_encrypted else None
     columns: tuple[InspectedColumn, ...] = ()
     if footer is not None:
         columns = tuple(_column(column, footer, envelope.mode, denied, finder) for column in footer.columns)
@@ -286,8 +286,8 @@ def inspect_source(
         footer_offset=envelope.footer_offset,
         footer_length=envelope.footer_length,
         footer_key=footer_key,
-        footer_is_authentic=None if opened is None or opened.cipher is None else opened.is_authentic,
-        footer_denied=denied.get(()) if is_encrypted else None,
+        footer_is_authentic=None if verifier.cipher is None else verifier.is_authentic,
+        footer_denied=denied.get(None) if is_encrypted else None,
         created_by=None if metadata is None else metadata.created_by,
         num_rows=None if metadata is None else metadata.num_rows,
         key_values={
@@ -308,7 +308,7 @@ def _column(
     column: Column,
     footer: OpenFooter,
     mode: FooterMode,
-    denied: Mapping[tuple[str, ...], str],
+    denied: Mapping[KeyUser, str],
     finder: MaterialFinder | None,
 ) -> InspectedColumn:
     is_encrypted = column.encryption is not ColumnEncryption.PLAINTEXT
@@ -323,7 +323,7 @@ def _column(
         column.encryption,
         describe_key(column.key_metadata, column.path, finder) if own else None,
         tuple(_FIELD_NAMES.get(field_id, f"field {field_id}") for field_id in sorted(ids)),
-        denied.get(column.path if own else ()) if is_encrypted else None,
+        denied.get(column.path if own else None) if is_encrypted else None,
     )
 
 

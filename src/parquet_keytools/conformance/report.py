@@ -452,13 +452,12 @@ class DataSetReport(Summarised):
 
 def verdict_of(results: Sequence[RuleResult], *, with_keys: bool) -> Verdict:
     """Return what results come to; without keys, what needs them was not asked for."""
-    if any(result.outcome is Outcome.BROKEN and result.rule.severity is Severity.VIOLATION for result in results):
+    broken = {result.rule.severity for result in results if result.outcome is Outcome.BROKEN}
+    if Severity.VIOLATION in broken:
         return Verdict.VIOLATED
     if with_keys and any(result.outcome is Outcome.NOT_CHECKED or result.reasons for result in results):
         return Verdict.INCOMPLETE
-    if any(result.outcome is Outcome.BROKEN and result.rule.severity is Severity.WEAKNESS for result in results):
-        return Verdict.WEAK
-    return Verdict.CONFORMS
+    return Verdict.WEAK if Severity.WEAKNESS in broken else Verdict.CONFORMS
 
 
 def worst_of(verdicts: Collection[Verdict]) -> Verdict:

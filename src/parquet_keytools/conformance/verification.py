@@ -10,13 +10,12 @@ from typing import Any
 
 from parquet_keytools import audit
 from parquet_keytools.conformance.data_set import (
-    ListedFile,
     ListKeeper,
-    check_data_set,
-    check_list,
+    folder_report,
     is_table_metadata,
     listed_files,
     matches_any,
+    unreadable,
 )
 from parquet_keytools.conformance.file_keys import (
     Expectation,
@@ -31,7 +30,7 @@ from parquet_keytools.conformance.file_keys import (
 )
 from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
 from parquet_keytools.conformance.inspection import Inspection, inspect_source
-from parquet_keytools.conformance.report import FILE_SCOPES, DataSetReport, FileReport, Loss, RuleBook, Scope
+from parquet_keytools.conformance.report import DataSetReport, FileReport, Loss
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
 from parquet_keytools.encryption.file_encryption import column_deks, decrypt_columns
 from parquet_keytools.encryption.footer import Footer, read_envelope
@@ -46,8 +45,7 @@ from parquet_keytools.errors import (
     ParquetFormatError,
     without_frames,
 )
-from parquet_keytools.files.conversion import FileResult, plaintext_output, refuse_same_file
-from parquet_keytools.files.conversion import Progress as SalvageProgress
+from parquet_keytools.files.conversion import FileResult, Progress, plaintext_output, refuse_same_file
 from parquet_keytools.files.denied_columns import refuse_digests
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities, as_verified, open_files
@@ -58,17 +56,11 @@ from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.outputs import written_bytes
-from parquet_keytools.storage.walk import Entry, LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
+from parquet_keytools.storage.walk import LeftOut, ParquetFile, data_set
 
 _FILES_AT_A_TIME = 8
 _FILES_PER_REQUEST = 100
 """For how many files keys are unwrapped together."""
-
-FindTables = Callable[[Sequence[FileLocation]], TableFiles]
-"""Returns the files of the tables that some metadata files describe."""
-
-Progress = Callable[[FileReport], None]
-"""Called with the report of each file."""
 
 
 def finder_of(
@@ -115,12 +107,13 @@ def verify_folder(
     expect: FileLocation | None = None,
     record: FileLocation | None = None,
     list_key: str | None = None,
-    find_tables: FindTables | None = None,
-    on_progress: Progress | None = None,
+    find_tables: Callable[[Sequence[FileLocation]], TableFiles] | None = None,
+    on_progress: Callable[[FileReport], None] | None = None,
 ) -> DataSetReport:
     """Verify the files of a folder, and all of them as a data set; see `Keytools.verify_folder`.
 
-    With `find_tables`, files of authentic tables that keep their keys elsewhere are verified with these keys.
+    `find_tables` returns the files of the tables that some metadata files describe: files of authentic tables that
+    keep their keys elsewhere are verified with these keys. `on_progress` is called with the report of each file.
     """
     expected, keeper = None, None
     if keys is not None and (expect is not None or record is not None):
@@ -152,7 +145,7 @@ def verify_folder(
     outcomes = _verified(others, verify, visible=folder.is_for_all_processes)
     for location, outcome in chain(outcomes, ((location, verify.look_at(location)) for location in of_tables)):
         if isinstance(outcome, KmsUnavailableError):
-            unavailable = replace(_unreadable(str(location), f"not attempted: {outcome}"), kms_is_unavailable=True)
+            unavailable = replace(unreadable(str(location), f"not attempted: {outcome}"), kms_is_unavailable=True)
             reports.append(unavailable)
             not_attempted.append(location)
             continue
@@ -258,9 +251,9 @@ class MemberVerifier:
         try:
             return self.verify(location, nonce_part)
         except OSError as error:
-            return _unreadable(str(location), error.strerror or type(error).__name__), FileFacts()
+            return unreadable(str(location), error.strerror or type(error).__name__), FileFacts()
         except UnicodeError:
-            return _unreadable(str(location), "its name is not UTF-8, and so has no AAD prefix"), FileFacts()
+            return unreadable(str(location), "its name is not UTF-8, and so has no AAD prefix"), FileFacts()
 
     def verify(self, location: FileLocation, nonce_part: NoncePart | None = None) -> tuple[FileReport, FileFacts]:
         """Verify a file, or only collect some of its nonces."""
@@ -269,14 +262,15 @@ class MemberVerifier:
                 finder = self.keys_of_tables.get(location.path) or finder_of(self.keys, location, self._kms_keys)
                 expectation = self._expectation(source, location)
                 report, facts = verify_source(source, finder, expectation, nonce_part=nonce_part)
-                if report.denied and self._kms_keys is not None and self._kms_keys.has_unavailable:
+                answers = {} if self._kms_keys is None else self._kms_keys.answers
+                if report.denied and any(isinstance(one, KmsUnavailableError) for one in answers.values()):
                     report = replace(report, kms_is_unavailable=True)
                 return report, facts
         except PermissionError as error:
-            return _unreadable(str(location), error.strerror or "permission denied"), FileFacts()
+            return unreadable(str(location), error.strerror or "permission denied"), FileFacts()
         except ParquetFormatError as error:
             # A file that becomes shorter while it is read.
-            return _unreadable(str(location), str(error)), FileFacts()
+            return unreadable(str(location), str(error)), FileFacts()
 
     def _expectation(self, source: ByteSource, location: FileLocation) -> Expectation:
         if (one_key := self.keys_of_tables.get(location.path)) is not None:
@@ -340,44 +334,6 @@ def _verified(
             elif isinstance(outcome, Exception):
                 raise outcome
             yield location, outcome
-
-
-def folder_report(
-    folder: FileLocation,
-    reports: Sequence[FileReport],
-    members: Sequence[FileFacts],
-    nonces: SharedNonces,
-    entries: Sequence[Entry],
-    *,
-    part_count: int | None = None,
-    not_attempted: Sequence[FileLocation] = (),
-    allow_plaintext: Sequence[str] = (),
-    expected: Mapping[str, ListedFile] | None = None,
-    tables: TableFiles | None = None,
-) -> DataSetReport:
-    """Check what was found in the files of a folder, wherever that was, and what else is in it."""
-    book = RuleBook([Scope.DATA_SET])
-    left_out = [entry for entry in entries if isinstance(entry, LeftOut)]
-    tables = tables or TableFiles()
-    check_data_set(folder, members, left_out, nonces, book, tables, allow_plaintext, part_count)
-    if expected is not None:
-        check_list(expected, members, [location.path_within(folder) for location in not_attempted], book)
-    return DataSetReport(
-        str(folder),
-        (*reports, *(_unreadable(entry.path, entry.reason) for entry in entries if isinstance(entry, Unseen))),
-        book.results(),
-        {left.path: left.reason for left in left_out if left.reason is not LeftOutReason.KEY_MATERIAL_BESIDE},
-        tuple(map(str, not_attempted)),
-        tables.kms_is_unavailable,
-    )
-
-
-def _unreadable(path: str, reason: str) -> FileReport:
-    """Return the report on a file of which nothing can be said."""
-    book = RuleBook(FILE_SCOPES)
-    for scope in FILE_SCOPES:
-        book.scope_not_checked(scope, f"the file cannot be read: {reason}")
-    return FileReport(path, True, book.results())
 
 
 def expected_prefix(
@@ -444,7 +400,7 @@ def salvage_file(
     target: FileLocation,
     table_name: str | None,
     aad_prefix: str | bytes | None,
-    on_progress: SalvageProgress | None = None,
+    on_progress: Progress | None = None,
     *,
     overwrite: bool = True,
     mode: int | None = None,

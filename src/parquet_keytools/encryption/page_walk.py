@@ -199,14 +199,14 @@ class HeaderWindow:
 
 
 class PageFlaw(Enum):
-    """What can be wrong with a page, or its header."""
+    """What can be wrong with a page, or its header; except for the first, by the rule that `verify` reports."""
 
     NOT_AUTHENTIC = "the header does not authenticate"
-    MODULE_LENGTH = "the length field of the header does not fit"
-    HEADER = "the header is not the Thrift structure of a page header"
-    TYPE = "the type of the page does not fit its module"
-    CHUNK_SIZE = "the page goes on after its chunk"
-    TOO_MANY = "there are more pages than ordinals"
+    MODULE_LENGTH = "module-length"
+    HEADER = "page-header"
+    TYPE = "page-type"
+    CHUNK_SIZE = "chunk-size"
+    TOO_MANY = "ordinal-limit"
 
 
 class PageDefect(NamedTuple):
@@ -481,11 +481,11 @@ class DataPages:
 
 
 class IndexRule(Enum):
-    """A rule about page indexes."""
+    """A rule about page indexes, as `verify` reports it."""
 
-    PAGES = "the offset index has offset and size of each data page"
-    ROWS = "the offset index has the first row of each data page"
-    COLUMN = "the column index has an entry for each data page"
+    PAGES = "offset-index"
+    ROWS = "offset-index-rows"
+    COLUMN = "column-index"
 
 
 class CheckedIndex(NamedTuple):

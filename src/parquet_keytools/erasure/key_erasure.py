@@ -31,8 +31,8 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.kms.client import CallerIdentity, KeyDeletion, KmsClient, UnwrapRequest
 from parquet_keytools.kms.registry import make_client
+from parquet_keytools.rotation.file_keys import SameMasterKey, same_master_key
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory, UsedKey
-from parquet_keytools.rotation.rewrapper import SameMasterKey, same_master_key
 from parquet_keytools.rotation.rotate import prefix_of
 from parquet_keytools.runtime.presentation import escaped_path, printable
 from parquet_keytools.storage.locations import FileLocation

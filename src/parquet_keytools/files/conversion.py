@@ -236,8 +236,9 @@ def policy_of(
     footer: Footer,
     folder_names: Collection[str],
     key_values: Mapping[str, str] | None = None,
+    deks: Mapping[tuple[str, ...], SecretBytes] | None = None,
 ) -> TablePolicy:
-    """Return how a table encrypts a plaintext file."""
+    """Return how a table encrypts a plaintext file, or with DEKs an encrypted one."""
     paths = [leaf.path for leaf in footer.leaves]
     labels = labels_of_footer(footer)
     if names := partition_names(folder_names):
@@ -245,7 +246,7 @@ def policy_of(
         keys.policy(table_name, list(with_partitions), labels).check_partition_columns(names)
     policy = keys.policy(table_name, paths, labels, key_values)
     policy.refuse_folder_names(folder_names)
-    return policy.with_column_values(footer)
+    return policy.with_column_values(footer, deks)
 
 
 def new_file_encryption(

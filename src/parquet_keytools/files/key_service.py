@@ -59,7 +59,6 @@ from parquet_keytools.keys.key_wrapping import (
     KeyUnwrapper,
     KeyWrapper,
     KmsKeys,
-    Wrapping,
 )
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.kms.registry import make_client
@@ -313,13 +312,7 @@ class KeyService:
         assert self.kms is not None
         master_key_id = self.master_key_id(name)
         to_wrap = DekToWrap(key, master_key_id, is_footer_key=True)
-        wrapping = Wrapping(
-            double_wrapping=False,
-            kek_length_bits=256,
-            cache_lifetime_seconds=0,
-            kms_instance_id=self.kms.instance_of(master_key_id),
-        )
-        return key, self._wrapper.wrap([to_wrap], wrapping)[0]
+        return key, self._wrapper.wrap([to_wrap], self.kms.instance_of(master_key_id), kek_length_bits=None)[0]
 
     def unwrap_key(self, material: KeyMaterial) -> SecretBytes:
         """Return the key of key material; raise `KeytoolsError` if it is unavailable."""
@@ -413,7 +406,7 @@ class KeyService:
         if self._wrapper is not None and policy.table.double_wrapping:
             any_dek = SecretBytes.random(policy.table.data_key_length_bits)
             deks = [DekToWrap(any_dek, one, is_footer_key=False) for one in policy.used_master_key_ids()]
-            self._wrapper.wrap(deks, self._wrapping(policy))
+            self._wrap(policy, deks)
 
     def new_file_keys(
         self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
@@ -471,9 +464,7 @@ class KeyService:
         }
         materials: dict[int, KeyMaterial] = {}
         if to_wrap:
-            assert self._wrapper is not None
-            wrapped = self._wrapper.wrap(list(to_wrap.values()), self._wrapping(policy))
-            materials = dict(zip(to_wrap, wrapped, strict=True))
+            materials = dict(zip(to_wrap, self._wrap(policy, list(to_wrap.values())), strict=True))
         is_internal = policy.table.key_material == "internal"
         metadata = []
         for position, name in enumerate(names):
@@ -493,13 +484,14 @@ class KeyService:
         footer_key = policy.master_key_ids.get(policy.table.footer_key)
         return None if footer_key is None or self.kms is None else self.kms.instance_of(footer_key)
 
-    def _wrapping(self, policy: TablePolicy) -> Wrapping:
+    def _wrap(self, policy: TablePolicy, deks: Sequence[DekToWrap]) -> list[KeyMaterial]:
+        assert self._wrapper is not None
         table = policy.table
-        return Wrapping(
-            double_wrapping=table.double_wrapping,
-            kek_length_bits=table.effective_kek_length_bits,
+        return self._wrapper.wrap(
+            deks,
+            self.kms_instance_id(policy),
+            kek_length_bits=table.effective_kek_length_bits if table.double_wrapping else None,
             cache_lifetime_seconds=table.cache_lifetime_seconds,
-            kms_instance_id=self.kms_instance_id(policy),
         )
 
 

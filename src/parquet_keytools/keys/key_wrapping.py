@@ -106,7 +106,7 @@ class KekCache(Generic[K, V]):
         self._owner = OwnerProcess()
         self._entries: dict[K, tuple[V, float, float]] = {}
         """Each with the times when it was loaded, and when it expires."""
-        self._loading: dict[K, Future[V | KmsError]] = {}
+        self._loading: dict[K, Future[dict[K, V | KmsError]]] = {}
         self._next_purge = 0.0
         self._clearings = 0
 
@@ -119,8 +119,9 @@ class KekCache(Generic[K, V]):
         lifetime is for the loaded keys, and the maximum age of cached keys for this caller.
         """
         found: dict[K, V | KmsError] = {}
-        mine: dict[K, Future[V | KmsError]] = {}
-        others: dict[K, Future[V | KmsError]] = {}
+        mine: list[K] = []
+        others: dict[K, Future[dict[K, V | KmsError]]] = {}
+        loading: Future[dict[K, V | KmsError]] = Future()
         now = self._clock()
         with self._lock:
             if not self._owner.is_here:
@@ -137,16 +138,36 @@ class KekCache(Generic[K, V]):
                 elif key in self._loading:
                     others[key] = self._loading[key]
                 else:
-                    mine[key] = self._loading[key] = Future()
+                    mine.append(key)
+                    self._loading[key] = loading
         for result, number in {"hit": len(found), "wait": len(others), "miss": len(mine)}.items():
             telemetry.count("kek_cache.requests", number, {"cache": self._name, "result": result})
-        if mine:
-            self._load(mine, load, lifetime_seconds, clearings)
         # Load our own keys before waiting: two threads that wait for each other's keys would deadlock.
-        given_up: list[K] = []
-        for key, future in {**mine, **others}.items():
+        if mine:
             try:
-                found[key] = future.result()
+                loaded = dict(zip(mine, load(mine), strict=True))
+                with self._lock:
+                    now = self._clock()
+                    for key, value in loaded.items():
+                        del self._loading[key]
+                        if not isinstance(value, KmsError) and clearings == self._clearings:
+                            self._entries[key] = value, now, now + lifetime_seconds
+                loading.set_result(loaded)
+            except BaseException as error:
+                with self._lock:
+                    for key in mine:
+                        self._loading.pop(key, None)
+                # An interruption such as Ctrl-C is for this thread only. Waiting threads load the keys themselves.
+                if isinstance(error, Exception):
+                    loading.set_exception(error)
+                else:
+                    loading.cancel()
+                raise
+            found |= loaded
+        given_up: list[K] = []
+        for key, future in others.items():
+            try:
+                found[key] = future.result()[key]
             except CancelledError:
                 given_up.append(key)
         if given_up:
@@ -159,35 +180,6 @@ class KekCache(Generic[K, V]):
             self._clearings += 1
             self._entries.clear()
 
-    def _load(
-        self,
-        mine: dict[K, Future[V | KmsError]],
-        load: Callable[[list[K]], Sequence[V | KmsError]],
-        lifetime_seconds: float,
-        clearings: int,
-    ) -> None:
-        try:
-            loaded = load(list(mine))
-            with self._lock:
-                now = self._clock()
-                for key, value in zip(mine, loaded, strict=True):
-                    del self._loading[key]
-                    if not isinstance(value, KmsError) and clearings == self._clearings:
-                        self._entries[key] = value, now, now + lifetime_seconds
-            for future, value in zip(mine.values(), loaded, strict=True):
-                future.set_result(value)
-        except BaseException as error:
-            with self._lock:
-                for key in mine:
-                    self._loading.pop(key, None)
-            for future in mine.values():
-                # An interruption such as Ctrl-C is for this thread only. Waiting threads load the key themselves.
-                if not isinstance(error, Exception):
-                    future.cancel()
-                elif not future.done():
-                    future.set_exception(error)
-            raise
-
 
 @dataclass(frozen=True)
 class DekToWrap:
@@ -198,21 +190,6 @@ class DekToWrap:
     is_footer_key: bool
 
 
-@dataclass(frozen=True)
-class Wrapping:
-    """Settings for wrapping DEKs.
-
-    Attributes:
-        cache_lifetime_seconds: How long a KEK is used for new files.
-        kms_instance_id: The KMS that the footer names; None if its key is not in a KMS.
-    """
-
-    double_wrapping: bool
-    kek_length_bits: int
-    cache_lifetime_seconds: float
-    kms_instance_id: str | None
-
-
 class KeyWrapper:
     """Wraps DEKs with the master keys of one KMS, or of several; caches KEKs and uses them for many files."""
 
@@ -220,16 +197,26 @@ class KeyWrapper:
         self._kms = kms
         self._keks: KekCache[tuple[str, int], tuple[Kek, str]] = KekCache(clock, "wrapped")
 
-    def wrap(self, deks: Sequence[DekToWrap], wrapping: Wrapping) -> list[KeyMaterial]:
+    def wrap(
+        self,
+        deks: Sequence[DekToWrap],
+        kms_instance_id: str | None,
+        *,
+        kek_length_bits: int | None,
+        cache_lifetime_seconds: float = 0,
+    ) -> list[KeyMaterial]:
         """Wrap DEKs, with one request to the KMS for all missing keys.
+
+        Footers name the KMS `kms_instance_id`; None if their key is in none. A KEK wraps the DEKs, and is used for
+        new files as long as it may be cached; without `kek_length_bits`, master keys wrap the DEKs.
 
         Raises:
             KmsError: A key cannot be wrapped. The caller must then write nothing.
         """
         wrapped: Sequence[tuple[Kek | None, str] | KmsError]
-        if wrapping.double_wrapping:
-            kinds = [(item.master_key_id, wrapping.kek_length_bits) for item in deks]
-            wrapped = self._keks.get_many(kinds, self._make_keks, wrapping.cache_lifetime_seconds)
+        if kek_length_bits is not None:
+            kinds = [(item.master_key_id, kek_length_bits) for item in deks]
+            wrapped = self._keks.get_many(kinds, self._make_keks, cache_lifetime_seconds)
         else:
             outcomes = self._kms.wrap_many([WrapRequest(item.dek, item.master_key_id) for item in deks])
             wrapped = [outcome if isinstance(outcome, KmsError) else (None, outcome) for outcome in outcomes]
@@ -239,11 +226,11 @@ class KeyWrapper:
             materials.append(
                 KeyMaterial(
                     is_footer_key=item.is_footer_key,
-                    master_key_id=self._kms.id_in_file(item.master_key_id, wrapping.kms_instance_id),
+                    master_key_id=self._kms.id_in_file(item.master_key_id, kms_instance_id),
                     wrapped_dek=wrapped_key if kek is None else kek.wrap_dek(item.dek),
                     kek_id=None if kek is None else kek.kek_id,
                     wrapped_kek=None if kek is None else wrapped_key,
-                    kms_instance_id=wrapping.kms_instance_id or "DEFAULT",
+                    kms_instance_id=kms_instance_id or "DEFAULT",
                 )
             )
         return materials
@@ -253,14 +240,10 @@ class KeyWrapper:
         self._keks.clear()
 
     def _make_keks(self, wanted: list[tuple[str, int]]) -> list[tuple[Kek, str] | KmsError]:
-        keks = [Kek.generate(length_bits) for _, length_bits in wanted]
-        wrapped = self._kms.wrap_many(
-            [WrapRequest(kek.key, master_key_id) for kek, (master_key_id, _) in zip(keks, wanted, strict=True)]
-        )
-        return [
-            outcome if isinstance(outcome, KmsError) else (kek, outcome)
-            for kek, outcome in zip(keks, wrapped, strict=True)
-        ]
+        keks = [(Kek.generate(length_bits), master_key_id) for master_key_id, length_bits in wanted]
+        wrapped = self._kms.wrap_many([WrapRequest(kek.key, master_key_id) for kek, master_key_id in keks])
+        outcomes = zip(keks, wrapped, strict=True)
+        return [new if isinstance(new, KmsError) else (kek, new) for (kek, _), new in outcomes]
 
 
 class KeyUnwrapper:
@@ -342,17 +325,11 @@ class KmsKeys:
     known: Mapping[tuple[str, str], SecretBytes] | None = None
     answers: dict[tuple[str, str], SecretBytes | KeytoolsError] = field(default_factory=dict, init=False)
     unavailable: KmsUnavailableError | None = field(default=None, init=False)
-    _keks: dict[tuple[str, str], Kek] = field(default_factory=dict, init=False)
 
     @property
     def keys(self) -> dict[tuple[str, str], SecretBytes]:
         """`answers` without errors."""
         return {identity: key for identity, key in self.answers.items() if isinstance(key, SecretBytes)}
-
-    @property
-    def has_unavailable(self) -> bool:
-        """Whether a key is missing because its KMS could not be reached."""
-        return any(isinstance(answer, KmsUnavailableError) for answer in self.answers.values())
 
     def fetch(self, materials: Iterable[KeyMaterial]) -> None:
         """Unwrap the missing keys of key materials, with one request to the KMS."""
@@ -376,15 +353,11 @@ class KmsKeys:
         return [self._dek(material) for material in materials]
 
     def _dek(self, material: KeyMaterial) -> SecretBytes | KeytoolsError:
-        identity = _identity(material)
-        kms_key = self.answers[identity]
-        if isinstance(kms_key, KeytoolsError) or material.kek_id is None:
+        kms_key = self.answers[_identity(material)]
+        if isinstance(kms_key, KeytoolsError):
             return kms_key
-        kek = self._keks.get(identity)
-        if kek is None or kek.kek_id != material.kek_id:
-            kek = self._keks[identity] = Kek(material.kek_id, kms_key)
         try:
-            return kek.unwrap_dek(material.wrapped_dek)
+            return dek_of(material, kms_key)
         except KeytoolsError as error:
             return error
 
@@ -426,8 +399,10 @@ class DataKeys:
             return self.footer_without_metadata
         return self.columns_without_metadata.get(".".join(column_path))
 
-    def find(self, name: str | None, what: str) -> SecretBytes:
-        """Return a data key of `what`; `KeyNotAvailableError` if no name is given, or no key has the name."""
+    def find(self, parsed: KeyMetadata | None, column_path: tuple[str, ...] | None) -> SecretBytes:
+        """Return the data key of the footer (None) or a column; `KeyNotAvailableError` if it is unknown."""
+        what = "the footer" if column_path is None else f"column {'.'.join(column_path)!r}"
+        name = parsed.name if isinstance(parsed, DataKeyId) else self.name_without_metadata(column_path)
         if name is None:
             raise KeyNotAvailableError(
                 f"{what} has no key metadata.", hint="Name its data key under `reading.keys_without_metadata`."
@@ -468,13 +443,15 @@ class FileKeyRetriever:
             raise KeyMaterialError(
                 "isFooterKey: is false in the key material of the footer", path=str(self.parquet_file)
             )
-        return value_or_raise(self._deks([(None, key_metadata)])[0])
+        return value_or_raise(self.column_deks([(None, key_metadata)])[0])
 
     def column_deks(
-        self, columns: Sequence[tuple[tuple[str, ...], bytes | None]]
+        self, columns: Sequence[tuple[tuple[str, ...] | None, bytes | None]]
     ) -> list[SecretBytes | KeytoolsError]:
-        """Return the DEKs of columns; see `KeyRetriever`."""
-        return self._deks(columns)
+        """Return the DEKs of columns, or of the footer (None); see `KeyRetriever`."""
+        found = [self._found(path, key_metadata) for path, key_metadata in columns]
+        deks = iter(self.kms_keys.deks([one for one in found if isinstance(one, KeyMaterial)]))
+        return [next(deks) if isinstance(one, KeyMaterial) else one for one in found]
 
     def parsed(self, key_metadata: bytes | None) -> KeyMetadata | None:
         """Return the result of `parse_key_metadata`, which is called once for each value."""
@@ -534,13 +511,6 @@ class FileKeyRetriever:
                 raise
         return self.key_materials
 
-    def _deks(
-        self, wanted: Sequence[tuple[tuple[str, ...] | None, bytes | None]]
-    ) -> list[SecretBytes | KeytoolsError]:
-        found = [self._found(path, key_metadata) for path, key_metadata in wanted]
-        deks = iter(self.kms_keys.deks([one for one in found if isinstance(one, KeyMaterial)]))
-        return [next(deks) if isinstance(one, KeyMaterial) else one for one in found]
-
     def _found(
         self, path: tuple[str, ...] | None, key_metadata: bytes | None
     ) -> KeyMaterial | SecretBytes | KeytoolsError:
@@ -549,9 +519,7 @@ class FileKeyRetriever:
             material = self.material(key_metadata)
             if material is not None:
                 return material
-            parsed = self.parsed(key_metadata)
-            name = parsed.name if isinstance(parsed, DataKeyId) else self.name_without_metadata(path)
-            key = self.data_keys.find(name, "the footer" if path is None else f"column {'.'.join(path)!r}")
+            key = self.data_keys.find(self.parsed(key_metadata), path)
         except KeytoolsError as error:
             return error
         self.uses_data_keys = True

@@ -38,11 +38,13 @@ from parquet_keytools.rotation.file_keys import (
     AadPrefixOf,
     FileKey,
     FileKeys,
+    Rewrapper,
+    SameMasterKey,
     Unwrapped,
+    is_same_version,
     read_batch,
     step,
 )
-from parquet_keytools.rotation.rewrapper import Rewrapper, SameMasterKey, is_same_version
 from parquet_keytools.runtime.presentation import Summarised
 from parquet_keytools.storage.locations import FileLocation, open_source
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, Unseen, data_set
@@ -179,7 +181,9 @@ class Inventory:
                 unwrapped = self._unwrap(path, (held for file in opened for _, held in file.column_keys()))
                 step(pool, partial(_prove, unwrapped=unwrapped), opened)
             del read, opened
-            yield map(self._uses_of, _each_once(files))
+            # None is kept: parsed footers take much memory.
+            files.reverse()
+            yield (self._uses_of(files.pop()) for _ in range(len(files)))
 
     def _unwrap(self, path: FileLocation, wanted: Iterable[FileKey]) -> Unwrapped | None:
         """Unwrap keys; after the KMS could not be reached, call it no more."""
@@ -225,29 +229,27 @@ class Inventory:
         )
 
     def _uses(self, file: FileKeys, columns: Iterable[FooterColumn]) -> Iterator[UsedKey]:
+        own = [column for column in columns if column.encryption is ColumnEncryption.COLUMN_KEY]
+        keys: list[tuple[str | None, bytes | None]] = [(None, file.envelope.key_metadata)]
+        keys += [(".".join(column.path), column.key_metadata) for column in own]
         seen: set[FileKey] = set()
-        yield self._use(file, file.envelope.key_metadata, None, seen)
-        for column in columns:
-            if column.encryption is ColumnEncryption.COLUMN_KEY:
-                # Invalid key metadata is why the file has failed.
-                with contextlib.suppress(KeyMaterialError):
-                    yield self._use(file, column.key_metadata, ".".join(column.path), seen)
+        for column, key_metadata in keys:
+            # Invalid key metadata is why the file has failed.
+            with contextlib.suppress(KeyMaterialError):
+                held, parsed = file.key_of(key_metadata), parse_key_metadata(key_metadata)
+                if held is None and isinstance(parsed, KeyMaterial):
+                    # From a footer that is not authentic: shown, but not trusted.
+                    held = FileKey(parsed, b"", None)
+                if held is None:
+                    data_key = parsed.name if isinstance(parsed, DataKeyId) else None
+                    yield UsedKey(column, column is None, data_key=data_key)
+                else:
+                    seen.add(held)
+                    yield self._wrapped_use(held, column, is_footer=column is None)
         for held in file.external.by_reference.values() if file.external is not None else ():
             # For unknown columns, or left over from a writer that was interrupted.
             if held not in seen:
                 yield self._wrapped_use(held, None, is_footer=held.material.is_footer_key)
-
-    def _use(self, file: FileKeys, key_metadata: bytes | None, column: str | None, seen: set[FileKey]) -> UsedKey:
-        """Return the use of the key of a column, or of the footer without a column."""
-        held = file.key_of(key_metadata)
-        parsed = parse_key_metadata(key_metadata)
-        if held is None and isinstance(parsed, KeyMaterial):
-            # From a footer that is not authentic: shown, but not trusted.
-            held = FileKey(parsed, b"", None)
-        if held is None:
-            return UsedKey(column, column is None, data_key=parsed.name if isinstance(parsed, DataKeyId) else None)
-        seen.add(held)
-        return self._wrapped_use(held, column, is_footer=column is None)
 
     def _wrapped_use(self, held: FileKey, column: str | None, *, is_footer: bool) -> UsedKey:
         key, kek_id = held.wrapped_key, held.material.kek_id
@@ -261,13 +263,6 @@ class Inventory:
             held.reference,
             wrapped_key=key.wrapped_key,
         )
-
-
-def _each_once(files: list[FileKeys]) -> Iterator[FileKeys]:
-    """Yield the files, and keep none: parsed footers take much memory."""
-    files.reverse()
-    while files:
-        yield files.pop()
 
 
 def _prove(file: FileKeys, unwrapped: Unwrapped | None) -> None:

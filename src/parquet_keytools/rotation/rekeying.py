@@ -23,7 +23,6 @@ from parquet_keytools.errors import (
     value_or_raise,
 )
 from parquet_keytools.files.conversion import Contents, labelled_contents, policy_of
-from parquet_keytools.files.field_labels import labels_of_footer
 from parquet_keytools.files.key_service import KeyService, NewFileKeys, TablePolicy, new_reference_suffix
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified
 from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
@@ -176,7 +175,7 @@ class Rekeying:
                 [location], self.new_table_name, again=False, identities=identities
             )
             opened.refuse_denied(None)
-            policy = _policy_of(self.new_keys, opened, self.new_table_name, self.key_values)
+            policy = policy_of(self.new_keys, self.new_table_name, opened.footer, (), self.key_values, opened.deks)
             return opened if self.new_keys.has_keys_of(opened, policy) else None
         except KeytoolsError:
             return None
@@ -193,14 +192,6 @@ class Rekeying:
             )
 
 
-def _policy_of(
-    keys: KeyService, opened: OpenedFile, table_name: str | None, key_values: Mapping[str, str] | None
-) -> TablePolicy:
-    leaves, labels = [leaf.path for leaf in opened.footer.leaves], labels_of_footer(opened.footer)
-    policy = keys.policy(table_name, leaves, labels, key_values)
-    return policy.with_column_values(opened.footer, opened.deks)
-
-
 def keys_of_new_version(
     keys: KeyService,
     opened: OpenedFile,
@@ -214,7 +205,7 @@ def keys_of_new_version(
     With `as_before`, it keeps its AAD prefix, and is not less protected.
     """
     location, footer = opened.location, opened.footer
-    policy = _policy_of(keys, opened, table_name, key_values)
+    policy = policy_of(keys, table_name, footer, (), key_values, opened.deks)
     suffix = new_reference_suffix() if existing_key_materials(location) else ""
     new = keys.new_file_keys(policy, location, suffix)
     is_external = new.key_materials is not None or opened.retriever.key_materials is not None
@@ -369,7 +360,7 @@ class Encrypting:
     def _refuse_other_values(self, location: FileLocation) -> None:
         """Refuse a file from before that is not under the keys of the values that the caller gives."""
         (opened,) = self.keys.open_files([location], self.table_name)
-        policy = _policy_of(self.keys, opened, self.table_name, self.key_values)
+        policy = policy_of(self.keys, self.table_name, opened.footer, (), self.key_values, opened.deks)
         if not self.keys.has_keys_of(opened, policy):
             raise ConfigurationError(
                 f"{location} is encrypted, and not under the keys of the given values.",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from parquet_keytools.config.document import did_you_mean, list_of_names, one_of
 from parquet_keytools.config.key_policy import check_moves
@@ -67,29 +68,25 @@ from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.rotation.data_set_run import Outcomes, RunOptions, change_data_set, outcome_of
 from parquet_keytools.rotation.file_keys import (
     AadPrefixOf,
+    ExternalMaterial,
     FileKey,
     FileKeys,
+    KnownVersions,
+    MasterKeyVersions,
+    Rewrapped,
+    Rewrapper,
+    RewrapTask,
     Tail,
+    WrappedKey,
     changed_while_rotated,
     check_unchanged,
+    is_older_version,
     outcomes,
     read_batch,
     step,
     unless_changed,
 )
 from parquet_keytools.rotation.report import FileRotation, KeyChange, RotationOutcome, RotationReport
-from parquet_keytools.rotation.rewrapper import (
-    KnownVersions,
-    MasterKeyVersions,
-    NewMaterial,
-    Rewrapped,
-    Rewrapper,
-    RewrapTask,
-    WrappedKey,
-    is_older_version,
-    new_material,
-    renamed_material,
-)
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, ends_with, open_source, read_whole
 from parquet_keytools.storage.outputs import LocalSink
@@ -158,13 +155,9 @@ def plan_rotation(
     *,
     moves: Mapping[str, str] | None = None,
     only_master_keys: Collection[str] | None = None,
-    older_than: str | None = None,
-    new_keks: bool = False,
-    dry_run: bool = False,
-    table_name: str | None = None,
-    aad_prefix: str | bytes | None = None,
+    **options: Any,
 ) -> RotationPlan:
-    """Check the arguments of `Keytools.rotate`, and raise its errors."""
+    """Check the arguments of `Keytools.rotate`, and raise its errors; `options` are other fields of the plan."""
     if only_master_keys is not None:
         list_of_names("only_master_keys", only_master_keys)
     configuration, kms = keys.configuration, keys.kms
@@ -184,15 +177,7 @@ def plan_rotation(
     only = None
     if only_master_keys is not None:
         only = frozenset(master_key_id(configuration, key) for key in only_master_keys)
-    plan = RotationPlan(
-        moves=identifiers,
-        only_master_keys=only,
-        older_than=older_than,
-        new_keks=new_keks,
-        dry_run=dry_run,
-        table_name=table_name,
-        aad_prefix=aad_prefix,
-    )
+    plan = RotationPlan(moves=identifiers, only_master_keys=only, **options)
     trust_master_keys(plan, kms)
     versions = MasterKeyVersions(kms)
     _check_known(kms, versions, plan.named)
@@ -427,14 +412,14 @@ class Rewrapping:
             footer_dek = file.find_footer_dek(self._unwrapped)
         self._refuse_other_tables(file, file.open(footer_dek))
 
-    def _new(self, file: FileKeys, held: FileKey) -> NewMaterial:
+    def _new(self, file: FileKeys, held: FileKey) -> tuple[str, SecretBytes]:
+        """Return the new key material of a key that changes, and its DEK."""
         if held.new is None:
             assert held.task is not None
             master_key_id = held.task.new_master_key_id
             written_id = self._kms.id_in_file(master_key_id, self._new_instance_id(file))
             instance_id = self._kms.instance_of(master_key_id) if self._kms.instances else None
-            rewrapped = value_or_raise(self._rewrapped[held.task])
-            held.new = new_material(held.text, held.material, rewrapped, written_id, instance_id)
+            held.new = held.replaced(value_or_raise(self._rewrapped[held.task]), written_id, instance_id)
         return held.new
 
     def _new_instance_id(self, file: FileKeys) -> str | None:
@@ -450,12 +435,12 @@ class Rewrapping:
         Keys that stay may have to be named in another way: their identifiers begin with the name of their KMS
         where it is not the KMS of the footer.
         """
-        texts = {held: self._new(file, held).text for held in file.changing}
+        texts = {held: self._new(file, held)[0] for held in file.changing}
         if texts and self._kms.instances:
             instance_id = self._new_instance_id(file)
             for held in file.referenced:
                 written_id = self._kms.id_in_file(held.material.master_key_id, instance_id)
-                if held not in texts and (text := renamed_material(held.text, written_id)) is not None:
+                if held not in texts and (text := held.renamed(written_id)) is not None:
                     texts[held] = text
         return texts
 
@@ -467,8 +452,8 @@ class Rewrapping:
             if held.is_proven:
                 file.prove(column, file.dek(held, self._unwrapped))
             elif held.task is not None and not self.plan.dry_run:
-                file.prove(column, self._new(file, held).dek)
-        path, changing, dropped = str(file.location), file.changing, _dropped(file)
+                file.prove(column, self._new(file, held)[1])
+        path, changing, dropped = str(file.location), file.changing, file.dropped
         if not changing and not dropped:
             return self._unchanged(file)
         moves_footer = self._kms.instances and self._new_instance_id(file) != file.instance_id
@@ -479,17 +464,28 @@ class Rewrapping:
                 "be replaced in one step.",
                 hint="Re-encrypt it with `rekey --in-place`, and repeat the rotation.",
             )
-        result = FileRotation(path, RotationOutcome.WOULD_ROTATE, self._changes(changing), _dropped_text(dropped))
+        number = "1 entry" if len(dropped) == 1 else f"{len(dropped)} entries"
+        how = f"{number} of the key material file dropped that its footer does not refer to" if dropped else ""
+        result = FileRotation(path, RotationOutcome.WOULD_ROTATE, self._changes(changing), how)
         if self.plan.dry_run:
             return result
         texts = self._new_texts(file)
-        done = [*_replace_external(file, texts, dropped), *_replace_internal(file, texts)]
+        done: list[Replaced] = []
+        external = {held.reference: text for held, text in texts.items() if held.reference is not None}
+        if file.external is not None and (external or dropped):
+            new = file.external.with_new(external, dropped)
+            replace_external_material(file, file.external, new)
+            done.append(("new key material file", len(new), 0))
+        internal = {held.text: text.encode() for held, text in texts.items() if isinstance(held.text, bytes)}
+        if internal:
+            done.append(_replace_internal(file, internal))
+        hows, written, copied = zip(*done, strict=True)
         return replace(
             result,
             outcome=RotationOutcome.ROTATED,
-            how="; ".join(filter(None, [*(part.how for part in done), result.how])),
-            bytes_written=sum(part.bytes_written for part in done),
-            bytes_copied=sum(part.bytes_copied for part in done),
+            how="; ".join(filter(None, [*hows, how])),
+            bytes_written=sum(written),
+            bytes_copied=sum(copied),
         )
 
     def _unchanged(self, file: FileKeys) -> FileRotation:
@@ -519,48 +515,17 @@ class Rewrapping:
         return tuple(sorted(changes, key=lambda change: (change.master_key_id, change.version or "")))
 
 
-def _dropped(file: FileKeys) -> frozenset[str]:
-    """Return the entries of the key material file to drop, because the footer does not refer to them.
-
-    They are not re-wrapped either: a key that an attacker put there must not outlive its master key.
-    """
-    if not file.unreferenced or file.external is None or file.external.may_be_in_the_making:
-        return frozenset()
-    return frozenset(held.reference for held in file.unreferenced if held.reference is not None)
-
-
-def _dropped_text(dropped: frozenset[str]) -> str:
-    if not dropped:
-        return ""
-    number = "1 entry" if len(dropped) == 1 else f"{len(dropped)} entries"
-    return f"{number} of the key material file dropped that its footer does not refer to"
-
-
-def _replace_external(
-    file: FileKeys, new_texts: Mapping[FileKey, str], dropped: frozenset[str]
-) -> Iterator[ReplacedTail]:
-    texts = {held.reference: text for held, text in new_texts.items() if held.reference is not None}
-    if file.external is not None and (texts or dropped):
-        new = file.external.with_new(texts, dropped)
-        replace_external_material(
-            file.external.location, file.external.content, new, lambda: check_unchanged(file.location, file.tail)
-        )
-        yield ReplacedTail("new key material file", len(new), 0)
-
-
-def _replace_internal(file: FileKeys, new_texts: Mapping[FileKey, str]) -> Iterator[ReplacedTail]:
-    metadata = {held.text: text.encode() for held, text in new_texts.items() if isinstance(held.text, bytes)}
-    if metadata:
-        footer, dek, tail = file.footer, file.footer_dek, file.tail
-        assert footer is not None
-        assert dek is not None
-        new = new_tail(tail, footer, metadata)
-        yield replace_tail(
-            file.location,
-            tail,
-            new,
-            lambda source: check_new_tail(source, tail.offset, new, dek, file.aad_prefix, footer, metadata),
-        )
+def _replace_internal(file: FileKeys, metadata: Mapping[bytes, bytes]) -> Replaced:
+    footer, dek, tail = file.footer, file.footer_dek, file.tail
+    assert footer is not None
+    assert dek is not None
+    new = new_tail(tail, footer, metadata)
+    return replace_tail(
+        file.location,
+        tail,
+        new,
+        lambda source: check_new_tail(source, tail.offset, new, dek, file.aad_prefix, footer, metadata),
+    )
 
 
 # --- a new tail ---
@@ -705,29 +670,20 @@ def _without(record: Record, *field_ids: int) -> dict[int, Entry]:
 # --- new bytes put in place ---
 
 
-CheckWritten = Callable[[ByteSource], None]
-"""Raises an error if a file was not written as intended; called before it replaces the old file."""
-
 COPY_LENGTH = 8 * 1024 * 1024
 """How many bytes are copied at a time if they go through this process."""
 
-
-@dataclass(frozen=True)
-class ReplacedTail:
-    """How a tail or a key material file was replaced; see `FileRotation`."""
-
-    how: str
-    bytes_written: int
-    bytes_copied: int
+Replaced = tuple[str, int, int]
+"""How a tail or a key material file was replaced, and the bytes written and copied; see `FileRotation`."""
 
 
-def replace_tail(location: FileLocation, tail: Tail, new: bytes, check: CheckWritten) -> ReplacedTail:
-    """Give a file a new tail."""
+def replace_tail(location: FileLocation, tail: Tail, new: bytes, check: Callable[[ByteSource], None]) -> Replaced:
+    """Give a file a new tail. `check` raises an error if the new file, not yet in place, is not as intended."""
     reason = why_unconditional(location)
     if reason is None:
         from parquet_keytools.rotation.s3_replacement import replace_object_tail
 
-        return ReplacedTail(*replace_object_tail(location, tail, new, check))
+        return replace_object_tail(location, tail, new, check)
     in_kernel = 0
     with replacement(location, lambda: check_unchanged(location, tail)) as pending:
         with unless_changed(location, tail), pending.open_sink() as sink:
@@ -742,12 +698,10 @@ def replace_tail(location: FileLocation, tail: Tail, new: bytes, check: CheckWri
             sink.write_at(tail.offset, new)
         with pending.open_written() as written:
             check(written)
-    is_whole_in_kernel = in_kernel == tail.offset
-    how = f"rewritten whole{f'; {reason}' if reason else ''}"
-    if location.is_local:
-        how = "new tail, data copied in the kernel" if is_whole_in_kernel else "new tail, data copied"
-    copied = tail.offset if is_whole_in_kernel else 0
-    return ReplacedTail(how, len(new) + tail.offset - copied, copied)
+    if in_kernel == tail.offset and location.is_local:
+        return "new tail, data copied in the kernel", len(new), tail.offset
+    how = "new tail, data copied" if location.is_local else f"rewritten whole{f'; {reason}' if reason else ''}"
+    return how, len(new) + tail.offset, 0
 
 
 def why_unconditional(location: FileLocation) -> str | None:
@@ -773,9 +727,7 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno
 def _copy_in_kernel(source: int, target: int, length: int) -> int:
     """Return how many bytes the kernel copied, or shared between the files; fewer than all if it cannot go on."""
     copied = 0
-    if sys.platform != "linux" or not hasattr(os, "copy_file_range"):
-        return copied
-    while copied < length:
+    while sys.platform == "linux" and hasattr(os, "copy_file_range") and copied < length:
         try:
             # At most about 2 GiB at a time, and possibly less.
             count = os.copy_file_range(source, target, length - copied, copied, copied)
@@ -789,15 +741,14 @@ def _copy_in_kernel(source: int, target: int, length: int) -> int:
     return copied
 
 
-def replace_external_material(
-    location: FileLocation, old: bytes, new: bytes, check_parquet_file: Callable[[], None]
-) -> None:
+def replace_external_material(file: FileKeys, old: ExternalMaterial, new: bytes) -> None:
     """Replace a key material file."""
+    location = old.location
 
     def check() -> None:
         try:
-            check_parquet_file()
-            if read_whole(location, MAX_FILE_BYTES) == old:
+            check_unchanged(file.location, file.tail)
+            if read_whole(location, MAX_FILE_BYTES) == old.content:
                 return
         except FileNotFoundError:
             pass

@@ -101,9 +101,8 @@ PART_BYTES = 512 * 1024**2
 _log = logging.getLogger("parquet_keytools.storage")
 
 _MOST_PARTS = 10_000
-_GONE = {"404", "NoSuchKey", "NotFound"}
 _CHANGED = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
-_ENDED_BY_OTHERS = {"NoSuchUpload"}
+_CHANGED |= {"404", "NoSuchKey", "NotFound", "NoSuchUpload"}
 _NO_CONDITIONS = {"501", "NotImplemented"}
 _NO_TAGS = {"501", "NotImplemented", "405", "MethodNotAllowed", "NoSuchTagSet"}
 
@@ -133,29 +132,31 @@ def replace_object_tail(
     """Replace the tail of an object; see `replace_tail`.
 
     The new object consists of parts: those that the store copies from the old object, and the new tail. If the
-    data is smaller than the smallest part, the object is sent whole. Returns the fields of a `ReplacedTail`.
+    data is smaller than the smallest part, the object is sent whole.
     """
-    found = find_object(location)
-    if found.size_bytes != tail.size_bytes:
-        raise changed_while_rotated(location)
-    with open_source(location) as source:
-        check(HeldSource(source, tail.offset, new, is_end=True))
-    if tail.offset < LEAST_PART_BYTES:
-        data = read_object(found, 0, tail.offset) + new
-        # The object that was found has the tail that was read, so this data belongs to it.
-        check_unchanged(location, tail)
-        put_object(found, data)
-        return "object sent whole", len(data), 0
-    put_beginning_and(found, tail.offset, new, lambda: check_unchanged(location, tail))
-    return "new tail, data copied by the store", len(new), tail.offset
+    with _raising_ours(location):
+        found = _find_object(location)
+        if found.size_bytes != tail.size_bytes:
+            raise changed_while_rotated(location)
+        with open_source(location) as source:
+            check(HeldSource(source, tail.offset, new, is_end=True))
+        if tail.offset < LEAST_PART_BYTES:
+            data = read_object(found, 0, tail.offset) + new
+            # The object that was found has the tail that was read, so this data belongs to it.
+            check_unchanged(location, tail)
+            _put_object(found, data)
+            return "object sent whole", len(data), 0
+        _put_beginning_and(found, tail, new)
+        return "new tail, data copied by the store", len(new), tail.offset
 
 
 def replace_object(location: FileLocation, new: bytes, check: Callable[[], None]) -> None:
     """Replace a small object."""
-    found = find_object(location)
-    # After the object was found: the check sees the object of the condition, or a newer one.
-    check()
-    put_object(found, new)
+    with _raising_ours(location):
+        found = _find_object(location)
+        # After the object was found: the check sees the object of the condition, or a newer one.
+        check()
+        _put_object(found, new)
 
 
 @dataclass(frozen=True)
@@ -174,15 +175,13 @@ class S3Object:
         return _place(self.location)
 
 
-def find_object(location: FileLocation) -> S3Object:
-    """Find an object."""
+def _find_object(location: FileLocation) -> S3Object:
     assert isinstance(location.filesystem, pafs.S3FileSystem)
     client, place = client_of(location.filesystem), _place(location)
-    with _raising_ours(location):
-        found: dict[str, Any] = dict(client.head_object(**place))
-        headers = {name: found[name] for name in _KEPT_HEADERS if found.get(name)}
-        if tags := _tags(client, location):
-            headers["Tagging"] = "&".join(f"{quote(name, safe='')}={quote(tags[name], safe='')}" for name in tags)
+    found: dict[str, Any] = dict(client.head_object(**place))
+    headers = {name: found[name] for name in _KEPT_HEADERS if found.get(name)}
+    if tags := _tags(client, location):
+        headers["Tagging"] = "&".join(f"{quote(name, safe='')}={quote(tags[name], safe='')}" for name in tags)
     return S3Object(client, location, found["ETag"], found["ContentLength"], headers)
 
 
@@ -190,49 +189,36 @@ def read_object(found: S3Object, start: int, end: int) -> bytes:
     """Read a range of an object."""
     if start == end:
         return b""
-    with _raising_ours(found.location):
-        answer = found.client.get_object(**found.place, Range=f"bytes={start}-{end - 1}", IfMatch=found.etag)
-        data: bytes = answer["Body"].read()
+    answer = found.client.get_object(**found.place, Range=f"bytes={start}-{end - 1}", IfMatch=found.etag)
+    data: bytes = answer["Body"].read()
     if answer["ETag"] != found.etag or len(data) != end - start:
         raise changed_while_rotated(found.location)
     return data
 
 
-def put_object(found: S3Object, data: bytes) -> None:
-    """Replace an object."""
-    with _raising_ours(found.location):
-        _replace_if_unchanged(
-            found, found.client.put_object, Body=data, ContentMD5=_md5(data), **found.place, **found.headers
-        )
+def _put_object(found: S3Object, data: bytes) -> None:
+    _replace_if_unchanged(found, found.client.put_object, Body=data, ContentMD5=_md5(data), **found.headers)
 
 
-def put_beginning_and(found: S3Object, beginning: int, data: bytes, check: Callable[[], None]) -> None:
-    """Replace an object by one with the same beginning, of `LEAST_PART_BYTES` or more, and a new end.
-
-    The store copies the beginning. `check` is called after all uploads, before the old object is replaced.
-    """
+def _put_beginning_and(found: S3Object, tail: Tail, new: bytes) -> None:
+    """Replace an object by one with the same data, of `LEAST_PART_BYTES` or more, which the store copies."""
     client, place = found.client, found.place
-    bounds = _part_bounds(beginning)
-    with _raising_ours(found.location):
-        upload_id = client.create_multipart_upload(**place, **found.headers)["UploadId"]
-        try:
-            parts = _copied_parts(found, upload_id, bounds)
-            last = client.upload_part(
-                **place, UploadId=upload_id, PartNumber=len(bounds), Body=data, ContentMD5=_md5(data)
-            )
-            parts.append(_part(len(bounds), last))
-            check()
-            _replace_if_unchanged(
-                found,
-                client.complete_multipart_upload,
-                UploadId=upload_id,
-                MultipartUpload={"Parts": parts},
-                **place,
-            )
-        except BaseException:
-            # Parts of an unfinished upload cost money.
-            _end_upload(client, place["Bucket"], place["Key"], upload_id)
-            raise
+    bounds = _part_bounds(tail.offset)
+    upload_id = client.create_multipart_upload(**place, **found.headers)["UploadId"]
+    try:
+        parts = _copied_parts(found, upload_id, bounds)
+        last = client.upload_part(
+            **place, UploadId=upload_id, PartNumber=len(bounds), Body=new, ContentMD5=_md5(new)
+        )
+        parts.append(_part(len(bounds), last))
+        check_unchanged(found.location, tail)
+        _replace_if_unchanged(
+            found, client.complete_multipart_upload, UploadId=upload_id, MultipartUpload={"Parts": parts}
+        )
+    except BaseException:
+        # Parts of an unfinished upload cost money.
+        _end_upload(client, place, upload_id)
+        raise
 
 
 def _part_bounds(beginning: int) -> list[int]:
@@ -286,11 +272,11 @@ def _replace_if_unchanged(found: S3Object, send: Callable[..., object], **argume
     if found.client.head_object(**found.place)["ETag"] != found.etag:
         raise changed_while_rotated(found.location)
     try:
-        send(IfMatch=found.etag, **arguments)
+        send(IfMatch=found.etag, **found.place, **arguments)
     except botocore.exceptions.ClientError as error:
         if _code(error) not in _NO_CONDITIONS:
             raise
-        send(**arguments)
+        send(**found.place, **arguments)
 
 
 @contextlib.contextmanager
@@ -299,7 +285,7 @@ def _raising_ours(location: FileLocation) -> Iterator[None]:
         yield
     except botocore.exceptions.ClientError as error:
         code = _code(error)
-        if code in _CHANGED or code in _GONE or code in _ENDED_BY_OTHERS:
+        if code in _CHANGED:
             raise changed_while_rotated(location) from None
         raise OutputError(f"{location}: the store refuses: {code}.") from None
     except botocore.exceptions.BotoCoreError as error:
@@ -320,12 +306,11 @@ def _place(location: FileLocation) -> dict[str, str]:
     return {"Bucket": bucket, "Key": key}
 
 
-def _end_upload(client: Any, bucket: str, key: str, upload_id: str) -> None:
+def _end_upload(client: Any, place: Mapping[str, str], upload_id: str) -> None:
     """Abort an upload; warn if that is refused."""
     try:
-        client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
+        client.abort_multipart_upload(**place, UploadId=upload_id)
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
         if "NoSuchUpload" not in str(error):
-            _log.warning(
-                "the unfinished upload %s of %s/%s is left over, and cannot be ended", upload_id, bucket, key
-            )
+            name = f"{place['Bucket']}/{place['Key']}"
+            _log.warning("the unfinished upload %s of %s is left over, and cannot be ended", upload_id, name)

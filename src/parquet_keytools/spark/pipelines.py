@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from parquet_keytools.config.settings import Configuration
 from parquet_keytools.conformance import verification
+from parquet_keytools.conformance.data_set import folder_report
 from parquet_keytools.conformance.file_keys import (
     FileNonces,
     Invocations,
@@ -43,10 +44,10 @@ from parquet_keytools.files.opened_file import FileIdentities
 from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.kms.client import KmsClient, RewrapRequest
 from parquet_keytools.rotation.data_set_run import CONCURRENT_FILES, RunOptions
+from parquet_keytools.rotation.file_keys import Rewrapped, Rewrapper, RewrapTask
 from parquet_keytools.rotation.inventory import FileKeyUses, Inventory, uses_of_left_out
 from parquet_keytools.rotation.rekeying import Rekeying
 from parquet_keytools.rotation.report import FileRotation, RotationOutcome, RotationReport
-from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask
 from parquet_keytools.rotation.rotate import (
     Rewrapping,
     RotationPlan,
@@ -831,7 +832,7 @@ def verify(
             nonces = SharedNonces(partial(_read_again, job, verify_one, files))
             for facts, fingerprints in found:
                 nonces.add_file(facts.name, fingerprints)
-            data_set = verification.folder_report(
+            data_set = folder_report(
                 root, [], all_facts, nonces, left_out, part_count=part_count, allow_plaintext=allow_plaintext
             )
             rules.add(_rule_rows(str(root), data_set.rules))

@@ -94,7 +94,6 @@ def test_a_nonce_that_comes_twice_is_found_in_one_of_the_parts(
     monkeypatch: pytest.MonkeyPatch, memory_bytes: int
 ) -> None:
     monkeypatch.setattr(file_keys, "MEMORY_BYTES", memory_bytes)
-    monkeypatch.setattr(file_keys, "_BUCKET_BYTES", 2_500)
     found = random_nonces(5_000, 1)
     found.append(found[2_000])
     made = made_of({DEK: found})

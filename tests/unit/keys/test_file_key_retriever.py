@@ -16,7 +16,6 @@ from parquet_keytools.keys.key_wrapping import (
     KeyUnwrapper,
     KeyWrapper,
     KmsKeys,
-    Wrapping,
 )
 from parquet_keytools.keys.material_store import write_key_materials
 from parquet_keytools.secret_bytes import SecretBytes
@@ -39,7 +38,7 @@ def location(tmp_path: Path) -> FileLocation:
 @pytest.fixture
 def material(kms: FaultyKms) -> KeyMaterial:
     (material,) = KeyWrapper(kms, TurnedClock()).wrap(
-        [DekToWrap(DEK, "mc", False)], Wrapping(True, 128, 600, "DEFAULT")
+        [DekToWrap(DEK, "mc", False)], "DEFAULT", kek_length_bits=128
     )
     return material
 
@@ -154,7 +153,7 @@ def test_one_kms_round_for_all_columns_and_each_its_own_outcome(
 ) -> None:
     good = material.serialise(internal=True).encode()
     (refused,) = KeyWrapper(kms, TurnedClock()).wrap(
-        [DekToWrap(DEK, "mf", False)], Wrapping(False, 128, 600, "DEFAULT")
+        [DekToWrap(DEK, "mf", False)], "DEFAULT", kek_length_bits=None
     )
     kms.fail("refused", "mf")
     outcomes = retriever(kms, location).column_deks(

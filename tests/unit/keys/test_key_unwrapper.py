@@ -20,7 +20,6 @@ from parquet_keytools.keys.key_wrapping import (
     KeyUnwrapper,
     KeyWrapper,
     KmsKeys,
-    Wrapping,
     decode_master_key_id,
     encode_master_key_id,
 )
@@ -49,9 +48,9 @@ def unwrapper(kms: FaultyKms, clock: TurnedClock) -> KeyUnwrapper:
 def wrap(kms: KmsClient, *ids: str, double: bool = True) -> tuple[list[SecretBytes], list[KeyMaterial]]:
     """Return DEKs and their key materials."""
     deks = [SecretBytes.random(128) for _ in ids]
-    wrapping = Wrapping(double, 128, 600, "DEFAULT")
+    length_bits = 128 if double else None
     items = [DekToWrap(dek, id_, False) for dek, id_ in zip(deks, ids, strict=True)]
-    return deks, KeyWrapper(kms, TurnedClock()).wrap(items, wrapping)
+    return deks, KeyWrapper(kms, TurnedClock()).wrap(items, "DEFAULT", kek_length_bits=length_bits)
 
 
 @pytest.mark.parametrize("double", [False, True])

@@ -1,20 +1,18 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from faults import FaultyKms, TurnedClock
 
 from parquet_keytools.errors import KmsAccessDeniedError, KmsError, KmsResponseInvalidError, KmsUnavailableError
 from parquet_keytools.keys.key_material import KeyMaterial
-from parquet_keytools.keys.key_wrapping import DekToWrap, Kek, KeyWrapper, Wrapping
+from parquet_keytools.keys.key_wrapping import DekToWrap, Kek, KeyWrapper
 from parquet_keytools.kms.contract_tests import unwrap_one
 from parquet_keytools.secret_bytes import SecretBytes
 
-DOUBLE = Wrapping(
-    double_wrapping=True, kek_length_bits=128, cache_lifetime_seconds=600, kms_instance_id="instance"
-)
-SINGLE = replace(DOUBLE, double_wrapping=False)
+DOUBLE: dict[str, Any] = {"kms_instance_id": "instance", "kek_length_bits": 128, "cache_lifetime_seconds": 600}
+SINGLE: dict[str, Any] = {**DOUBLE, "kek_length_bits": None}
 
 
 @pytest.fixture
@@ -45,26 +43,26 @@ def unwrapped(kms: FaultyKms, material: KeyMaterial) -> SecretBytes:
 
 
 @pytest.mark.parametrize("wrapping", [SINGLE, DOUBLE])
-def test_materials_lead_back_to_the_deks(wrapper: KeyWrapper, kms: FaultyKms, wrapping: Wrapping) -> None:
+def test_materials_lead_back_to_the_deks(wrapper: KeyWrapper, kms: FaultyKms, wrapping: dict[str, Any]) -> None:
     wanted = deks()
-    materials = wrapper.wrap(wanted, wrapping)
+    materials = wrapper.wrap(wanted, **wrapping)
     assert [unwrapped(kms, material) for material in materials] == [item.dek for item in wanted]
     assert [material.master_key_id for material in materials] == ["kf", "kc", "kc", "kc"]
     assert [material.is_footer_key for material in materials] == [True, False, False, False]
-    assert [material.double_wrapping for material in materials] == [wrapping.double_wrapping] * 4
+    assert [material.double_wrapping for material in materials] == [wrapping is DOUBLE] * 4
     assert materials[0].kms_instance_id == "instance"
 
 
 @pytest.mark.parametrize("wrapping", [SINGLE, DOUBLE])
-def test_one_round_to_the_kms(wrapper: KeyWrapper, kms: FaultyKms, wrapping: Wrapping) -> None:
-    wrapper.wrap(deks(), wrapping)
-    assert kms.wrap_rounds == [2 if wrapping.double_wrapping else 4]
+def test_one_round_to_the_kms(wrapper: KeyWrapper, kms: FaultyKms, wrapping: dict[str, Any]) -> None:
+    wrapper.wrap(deks(), **wrapping)
+    assert kms.wrap_rounds == [2 if wrapping is DOUBLE else 4]
 
 
 def test_keks_serve_many_files(wrapper: KeyWrapper, kms: FaultyKms) -> None:
     """And DEKs do not: every file has its own."""
-    first = wrapper.wrap(deks(), DOUBLE)
-    second = wrapper.wrap(deks(), DOUBLE)
+    first = wrapper.wrap(deks(), **DOUBLE)
+    second = wrapper.wrap(deks(), **DOUBLE)
     assert kms.call_counts["wrap"] == 2
     assert [material.wrapped_kek for material in first] == [material.wrapped_kek for material in second]
     assert len({material.wrapped_dek for material in first + second}) == 8
@@ -72,7 +70,7 @@ def test_keks_serve_many_files(wrapper: KeyWrapper, kms: FaultyKms) -> None:
 
 def test_one_kek_for_each_master_key(wrapper: KeyWrapper) -> None:
     """A KEK that served two master keys would give the holder of one the columns of the other."""
-    footer, *columns = wrapper.wrap(deks(), DOUBLE)
+    footer, *columns = wrapper.wrap(deks(), **DOUBLE)
     assert footer.kek_id not in {column.kek_id for column in columns}
     assert len({column.kek_id for column in columns}) == 1
 
@@ -80,26 +78,26 @@ def test_one_kek_for_each_master_key(wrapper: KeyWrapper) -> None:
 @pytest.mark.parametrize("length_bits", [128, 192, 256])
 def test_keks_have_the_length_asked_for(wrapper: KeyWrapper, kms: FaultyKms, length_bits: int) -> None:
     """A KEK that is weaker than its DEKs makes them as weak; a cached one of another length must not be used."""
-    wrapper.wrap(deks(), replace(DOUBLE, kek_length_bits=384 - length_bits))
-    (material, *_) = wrapper.wrap(deks(), replace(DOUBLE, kek_length_bits=length_bits))
+    wrapper.wrap(deks(), **{**DOUBLE, "kek_length_bits": 384 - length_bits})
+    (material, *_) = wrapper.wrap(deks(), **{**DOUBLE, "kek_length_bits": length_bits})
     assert unwrap_one(kms, material.wrapped_kek or "", "kf").length_bits == length_bits
 
 
 def test_keks_expire(wrapper: KeyWrapper, kms: FaultyKms, clock: TurnedClock) -> None:
-    first = wrapper.wrap(deks(), DOUBLE)
+    first = wrapper.wrap(deks(), **DOUBLE)
     clock.seconds += 599
-    wrapper.wrap(deks(), DOUBLE)
+    wrapper.wrap(deks(), **DOUBLE)
     assert kms.call_counts["wrap"] == 2
     clock.seconds += 1
-    later = wrapper.wrap(deks(), DOUBLE)
+    later = wrapper.wrap(deks(), **DOUBLE)
     assert kms.call_counts["wrap"] == 4
     assert first[0].kek_id != later[0].kek_id
 
 
 def test_fresh_keks_after_clear_cache(wrapper: KeyWrapper, kms: FaultyKms) -> None:
-    wrapper.wrap(deks(), DOUBLE)
+    wrapper.wrap(deks(), **DOUBLE)
     wrapper.clear_cache()
-    wrapper.wrap(deks(), DOUBLE)
+    wrapper.wrap(deks(), **DOUBLE)
     assert kms.call_counts["wrap"] == 4
 
 
@@ -108,7 +106,7 @@ def test_32_threads_wrap_one_kek(wrapper: KeyWrapper, kms: FaultyKms) -> None:
 
     def wrap(_: int) -> list[KeyMaterial]:
         barrier.wait(20)
-        return wrapper.wrap(deks(), DOUBLE)
+        return wrapper.wrap(deks(), **DOUBLE)
 
     with ThreadPoolExecutor(32) as pool:
         results = list(pool.map(wrap, range(32), timeout=60))
@@ -128,12 +126,12 @@ def test_32_threads_wrap_one_kek(wrapper: KeyWrapper, kms: FaultyKms) -> None:
     ],
 )
 def test_one_refusal_is_the_refusal_of_all(
-    wrapper: KeyWrapper, kms: FaultyKms, wrapping: Wrapping, failure: str, kind: type[KmsError]
+    wrapper: KeyWrapper, kms: FaultyKms, wrapping: dict[str, Any], failure: str, kind: type[KmsError]
 ) -> None:
     """A file with a key that nobody can unwrap would be lost."""
     kms.fail(failure, "kc")
     with pytest.raises(kind) as caught:
-        wrapper.wrap(deks(), wrapping)
+        wrapper.wrap(deks(), **wrapping)
     assert caught.value.master_key_id == "kc"
     kms.failure = None
-    assert len(wrapper.wrap(deks(), wrapping)) == 4, "the error was kept"
+    assert len(wrapper.wrap(deks(), **wrapping)) == 4, "the error was kept"

@@ -17,9 +17,9 @@ from parquet_keytools.kms.client import KmsClient, RewrapRequest
 from parquet_keytools.kms.contract_tests import wrap_one
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.named import NamedKmss
-from parquet_keytools.rotation import rewrapper as module
+from parquet_keytools.rotation import file_keys as module
+from parquet_keytools.rotation.file_keys import Rewrapped, Rewrapper, RewrapTask, WrappedKey
 from parquet_keytools.rotation.report import KmsCalls, Outcome
-from parquet_keytools.rotation.rewrapper import Rewrapped, Rewrapper, RewrapTask, WrappedKey
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEYS = {"a": b"0123456789012345", "b": b"5432109876543210"}

@@ -8,8 +8,8 @@ import pytest
 
 from parquet_keytools.errors import ConfigurationError, MasterKeyNotFoundError
 from parquet_keytools.kms.in_memory import InMemoryKms
+from parquet_keytools.rotation.file_keys import MasterKeyVersions, check_version, is_same_version
 from parquet_keytools.rotation.report import KmsCalls
-from parquet_keytools.rotation.rewrapper import MasterKeyVersions, check_version, is_same_version
 from parquet_keytools.rotation.rotate import RotationPlan
 
 
