@@ -8,7 +8,7 @@ import pytest
 from s3_store import BUCKET, S3Store
 
 from parquet_keytools.storage import outputs
-from parquet_keytools.storage.local_files import DEAD_AFTER_SECONDS, temporary_name
+from parquet_keytools.storage.local_files import temporary_name
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.outputs import write_whole
 
@@ -26,7 +26,7 @@ def begun(store: S3Store) -> str:
 
 @pytest.fixture
 def a_day_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "_age_seconds", lambda info: DEAD_AFTER_SECONDS + 1)
+    monkeypatch.setattr(outputs, "DEAD_AFTER_SECONDS", -1.0)
 
 
 def uploads(store: S3Store) -> list[str]:

@@ -256,13 +256,13 @@ def run(job: Job, tell: Callable[[Ended], None]) -> None:
     from crash_writers import WRITERS
     from rotation_case import Case, passphrase
 
-    from parquet_keytools.files import replacement
+    from parquet_keytools.files import placement
     from parquet_keytools.kms.keystore_file import KeystoreKms
     from parquet_keytools.rotation import data_set_run
     from parquet_keytools.storage import outputs
 
     data_set_run.ThreadPoolExecutor = InOrder  # type: ignore[assignment, misc]
-    replacement.in_threads = _in_order  # type: ignore[assignment]
+    placement.in_threads = _in_order  # type: ignore[assignment]
     outputs._LocalOutput.open_stream = _open_stream  # type: ignore[method-assign]
     points, folder, keystore = Points(job, tell), Path(job.folder), Path(job.keystore)
     if job.action == "command":

@@ -13,7 +13,7 @@ import pytest
 from rotation_case import TABLE, Case, key_material_file, names
 
 from parquet_keytools.errors import OutputError, StorageFailedError
-from parquet_keytools.files import replacement
+from parquet_keytools.files import placement
 from parquet_keytools.storage.local_files import LOCK_NAME, temporary_name
 
 
@@ -75,13 +75,13 @@ def test_a_data_set_is_overwritten_under_the_lock(tmp_path: Path, monkeypatch: p
     options: dict[str, Any] = {"existing_data_behavior": "overwrite_or_ignore"}
     tools.write_dataset(TABLE, case.folder, **options)
     seen: list[bool] = []
-    write = replacement.write_key_materials
+    write = placement.write_key_materials
 
     def watched(*arguments: Any, **named: Any) -> None:
         seen.append((case.folder / LOCK_NAME).exists())
         write(*arguments, **named)
 
-    monkeypatch.setattr(replacement, "write_key_materials", watched)
+    monkeypatch.setattr(placement, "write_key_materials", watched)
     tools.write_dataset(TABLE.slice(0, 9), case.folder, **options)
     assert seen == [True, True], "key material for both files, and then for the new one alone"
     (path,) = case.folder.glob("*.parquet")

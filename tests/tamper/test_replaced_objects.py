@@ -17,11 +17,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from delegating_handler import DelegatingHandler
 from pyarrow import fs as pafs
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import KeytoolsError
-from parquet_keytools.tables.file_systems import DelegatingHandler
 
 OWN = pa.table({"a": range(500), "b": ["of this file"] * 500})
 OTHER = pa.table({"a": range(500), "b": ["of another"] * 500})

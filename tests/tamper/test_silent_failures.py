@@ -21,7 +21,7 @@ from parquet_keytools.errors import (
     KeytoolsError,
     OutputError,
 )
-from parquet_keytools.files import replacement
+from parquet_keytools.files import placement
 from parquet_keytools.format.file_layout import read_footer_bytes
 from parquet_keytools.format.structs import FileMetaData
 from parquet_keytools.kms.in_memory import InMemoryKms
@@ -301,7 +301,7 @@ def test_key_material_stays_in_the_folder_of_its_file(
     for place in (elsewhere, folder):
         place.mkdir()
         tools.write_table(TABLE, place / "x.parquet")
-    sync, swapped = replacement.sync_folder, []
+    sync, swapped = placement.sync_folder, []
 
     def swap(target: FileLocation) -> None:
         sync(target)
@@ -309,7 +309,7 @@ def test_key_material_stays_in_the_folder_of_its_file(
             swapped.append(folder.rename(tmp_path / "moved"))
             folder.symlink_to(elsewhere)
 
-    monkeypatch.setattr(replacement, "sync_folder", swap)
+    monkeypatch.setattr(placement, "sync_folder", swap)
     # With internal key material, that of the old file is removed.
     tools = keytools(tools.kms, key_material=key_material)
     with pytest.raises(OutputError, match=r"folder of .*_KEY_MATERIAL_FOR_x.* was moved"):

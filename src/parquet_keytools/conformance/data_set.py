@@ -38,7 +38,7 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import open_files
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
 from parquet_keytools.keys.key_material import KeyMaterial, KeyReference, parse_key_metadata
-from parquet_keytools.keys.material_store import read_key_materials
+from parquet_keytools.keys.material_store import named_parquet_file, read_key_materials
 from parquet_keytools.runtime.presentation import escaped_path, printable
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.locations import FileLocation, open_source, read_whole
@@ -50,7 +50,6 @@ from parquet_keytools.storage.walk import (
     ParquetFile,
     Unseen,
     data_set,
-    named_parquet_file,
 )
 
 _PART = re.compile(r"part[-_.]?(\d{1,9})", re.IGNORECASE)

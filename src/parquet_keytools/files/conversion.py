@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -13,7 +12,6 @@ from pyarrow import fs as pafs
 
 from parquet_keytools.config.key_policy import resolve_columns
 from parquet_keytools.encryption import file_encryption
-from parquet_keytools.encryption.file_encryption import FileEncryption
 from parquet_keytools.encryption.footer import Footer, read_envelope, read_footer
 from parquet_keytools.encryption.protection import ColumnEncryption, FooterMode
 from parquet_keytools.errors import (
@@ -24,17 +22,18 @@ from parquet_keytools.errors import (
     OutputError,
 )
 from parquet_keytools.files.field_labels import labels_of_footer
-from parquet_keytools.files.key_service import KeyService, TablePolicy, new_reference_suffix
+from parquet_keytools.files.key_service import KeyService, TablePolicy
 from parquet_keytools.files.opened_file import (
     FileIdentities,
+    OpenedFile,
     as_verified,
     check_column_keys,
     check_footer_key,
     naming_place,
 )
-from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, put_in_place
+from parquet_keytools.files.placement import KeyMaterials, put_in_place
 from parquet_keytools.files.table_check import partition_names
-from parquet_keytools.format.file_layout import ByteSink, ByteSource
+from parquet_keytools.format.file_layout import ByteSource
 from parquet_keytools.format.structs import ColumnMetaData
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever
 from parquet_keytools.secret_bytes import SecretBytes
@@ -96,23 +95,24 @@ def encrypt_file(
 ) -> FileResult:
     """Encrypt a plaintext file; see `Keytools.encrypt_file`."""
     refuse_same_file(source, target)
-    _refuse_skipping(skip_existing, key_values)
-    opens_source = partial(_decided_contents, keys, table_name)
-    opens_target = partial(labelled_contents, keys, table_name=table_name)
-    is_same = partial(_same, source, target, opens_source, opens_target)
-    if skip_existing == "unauthenticated":
-        is_same = partial(_shows_the_same, keys, source, target, table_name)
-    if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite):
-        return _skipped(source, target)
+
+    def is_same() -> bool:
+        footer = _decided_footer(keys, table_name, source)
+        if skip_existing == "unauthenticated":
+            return _shows_the_same(keys, footer, target, table_name)
+        return _agree(footer, lambda: labelled_file(keys, target, table_name))
+
+    if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite, key_values=key_values):
+        return _result(source, target, source.size_bytes(), skipped=True)
     with (
         open_source(source) as opened_source,
         discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending,
     ):
-        key_material, policy = encrypt_pending(
+        key_materials, policy = encrypt_pending(
             keys, table_name, opened_source, pending, on_progress, threads=threads, key_values=key_values
         )
-        put_in_place(pending, key_material)
-        return _result(source, target, opened_source, policy)
+        put_in_place(pending, key_materials)
+        return _result(source, target, opened_source.size_bytes, policy)
 
 
 def decrypt_file(
@@ -130,12 +130,13 @@ def decrypt_file(
 ) -> FileResult:
     """Decrypt a file as a whole; see `Keytools.decrypt_file`."""
     refuse_same_file(source, target)
-    opens_source = partial(
-        encrypted_contents, keys, table_name=table_name, aad_prefix=aad_prefix, or_allowed_plaintext=True
-    )
-    is_same = partial(_same, source, target, opens_source, plaintext_contents)
+
+    def is_same() -> bool:
+        opened = _opened(keys, source, table_name, aad_prefix, or_allowed_plaintext=True)
+        return _agree(opened, lambda: plaintext_footer(target))
+
     if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite):
-        return _skipped(source, target)
+        return _result(source, target, source.size_bytes(), skipped=True)
     (opened,) = keys.open_files([source], table_name, aad_prefix, identities=identities)
     opened.refuse_denied(None)
     with open_source(source) as opened_source, plaintext_output(target, mode, overwrite=overwrite) as pending:
@@ -144,17 +145,12 @@ def decrypt_file(
             if opened.is_encrypted:
                 file_encryption.decrypt_columns(data, sink, opened.footer, opened.deks, on_progress=on_progress)
             else:
-                _copy(data, sink, on_progress)
-    copied = not opened.is_encrypted
-    return FileResult(str(source), str(target), opened.tail.size_bytes, written_bytes([target]), copied=copied)
-
-
-def _copy(source: ByteSource, sink: ByteSink, on_progress: Progress | None) -> None:
-    for offset in range(0, source.size_bytes, _COPIED_BYTES):
-        data = source.read_at(offset, min(_COPIED_BYTES, source.size_bytes - offset))
-        sink.write_at(offset, data)
-        if on_progress is not None:
-            on_progress(len(data))
+                for offset in range(0, data.size_bytes, _COPIED_BYTES):
+                    part = data.read_at(offset, min(_COPIED_BYTES, data.size_bytes - offset))
+                    sink.write_at(offset, part)
+                    if on_progress is not None:
+                        on_progress(len(part))
+    return _result(source, target, opened.tail.size_bytes, copied=not opened.is_encrypted)
 
 
 def rekey_file(
@@ -173,28 +169,27 @@ def rekey_file(
 ) -> FileResult:
     """Encrypt an encrypted file with new keys; see `Keytools.rekey_file`."""
     refuse_same_file(source, target)
-    _refuse_skipping(skip_existing, key_values)
-    opens_source = partial(encrypted_contents, keys, table_name=table_name, aad_prefix=aad_prefix)
-    opens_target = partial(labelled_contents, new_keys, table_name=new_table_name)
-    is_same = partial(_same, source, target, opens_source, opens_target)
-    if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite):
-        return _skipped(source, target)
-    (opened,) = keys.open_files([source], table_name, aad_prefix)
-    opened.refuse_unencrypted()
-    opened.refuse_denied(None)
+
+    def is_same() -> bool:
+        opened = _opened(keys, source, table_name, aad_prefix)
+        return _agree(opened, lambda: labelled_file(new_keys, target, new_table_name))
+
+    if skip_existing and is_there_already(source, target, is_same, overwrite=overwrite, key_values=key_values):
+        return _result(source, target, source.size_bytes(), skipped=True)
+    opened = _opened(keys, source, table_name, aad_prefix)
     with open_source(source) as opened_source:
         data = as_verified(opened, opened_source)
         leaves = [leaf.path for leaf in opened.footer.leaves]
         policy = new_keys.policy(new_table_name, leaves, labels_of_footer(opened.footer), key_values)
         policy = policy.with_column_values(opened.footer, opened.deks)
         with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
-            encryption, key_material = new_file_encryption(new_keys, policy, target)
+            new = new_keys.new_file_keys(policy, target)
             with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
                 file_encryption.encrypt_opened(
-                    data, sink, opened.footer, opened.deks, encryption, on_progress=on_progress
+                    data, sink, opened.footer, opened.deks, new.encryption, on_progress=on_progress
                 )
-            put_in_place(pending, key_material)
-        return _result(source, target, opened_source, policy)
+            put_in_place(pending, new.key_materials)
+        return _result(source, target, opened_source.size_bytes, policy)
 
 
 @contextlib.contextmanager
@@ -205,7 +200,7 @@ def plaintext_output(target: FileLocation, mode: int | None, *, overwrite: bool)
     mode = PLAINTEXT_MODE if mode is None else mode
     with discarded_unless_done(pending_output(target, mode=mode, overwrite=overwrite)) as pending:
         yield pending
-        put_in_place(pending, NewKeyMaterial(target))
+        put_in_place(pending, None)
 
 
 def encrypt_pending(
@@ -218,16 +213,16 @@ def encrypt_pending(
     threads: int = 2,
     folder_names: Collection[str] = (),
     key_values: Mapping[str, str] | None = None,
-) -> tuple[NewKeyMaterial, TablePolicy]:
+) -> tuple[KeyMaterials | None, TablePolicy]:
     """Encrypt a plaintext file into a pending output; return its key material, for `put_in_place`, and policy."""
     footer = file_encryption.read_plaintext_footer(source)
     policy = policy_of(keys, table_name, footer, folder_names, key_values)
-    encryption, key_material = new_file_encryption(keys, policy, pending.target)
+    new = keys.new_file_keys(policy, pending.target)
     with pending.open_sink() as sink:
         file_encryption.encrypt_opened(
-            source, sink, footer, {}, encryption, threads=threads, on_progress=on_progress
+            source, sink, footer, {}, new.encryption, threads=threads, on_progress=on_progress
         )
-    return key_material, policy
+    return new.key_materials, policy
 
 
 def policy_of(
@@ -249,89 +244,68 @@ def policy_of(
     return policy.with_column_values(footer, deks)
 
 
-def new_file_encryption(
-    keys: KeyService, policy: TablePolicy, target: FileLocation
-) -> tuple[FileEncryption, NewKeyMaterial]:
-    """Make the keys of a new file, and its key material; raise `KmsError` if a key cannot be wrapped."""
-    replaces = policy.table.key_material == "external" and bool(existing_key_materials(target))
-    new = keys.new_file_keys(policy, target, new_reference_suffix() if replaces else "")
-    return new.encryption, NewKeyMaterial(target, new.key_materials)
-
-
 def refuse_same_file(source: FileLocation, target: FileLocation) -> None:
     """Raise `OutputError` if a file would be written onto itself."""
     if source.is_same_file(target):
         raise OutputError(f"{target} is the source itself.", hint="Choose another file for the output.")
 
 
-def _refuse_skipping(skip_existing: SkipExisting, key_values: Mapping[str, str] | None) -> None:
-    """Refuse to skip files where the caller gives values: an existing file may be under the key of another one."""
-    if skip_existing and key_values:
-        raise ConfigurationError(
-            "files cannot be skipped with key_values: an existing file may be under the key of another value.",
-            hint="Leave skip_existing out, or keep each value's files in a folder, with `from: partition`.",
-        )
-
-
 def _result(
-    source: FileLocation, target: FileLocation, opened_source: ByteSource, policy: TablePolicy
+    source: FileLocation,
+    target: FileLocation,
+    source_bytes: int,
+    policy: TablePolicy | None = None,
+    *,
+    skipped: bool = False,
+    copied: bool = False,
 ) -> FileResult:
-    size_bytes, plaintext = written_bytes([target]), policy.plaintext_columns
-    return FileResult(str(source), str(target), opened_source.size_bytes, size_bytes, plaintext_columns=plaintext)
-
-
-def _skipped(source: FileLocation, target: FileLocation) -> FileResult:
-    return FileResult(str(source), str(target), source.size_bytes(), target.size_bytes(), skipped=True)
+    return FileResult(
+        str(source),
+        str(target),
+        source_bytes,
+        target.size_bytes() if skipped else written_bytes([target]),
+        skipped=skipped,
+        copied=copied,
+        plaintext_columns=() if policy is None else policy.plaintext_columns,
+    )
 
 
 # --- conversions that were done before ---
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The footer of a file, authenticated if it is encrypted, and the DEKs of its columns."""
-
-    footer: Footer
-    deks: Mapping[tuple[str, ...], SecretBytes]
-
-
-Open = Callable[[FileLocation], Contents]
-
-
-def plaintext_contents(location: FileLocation) -> Contents:
+def plaintext_footer(location: FileLocation) -> Footer:
     """Read the footer of a plaintext file; raise `KeytoolsError` if the file is not one."""
     with open_source(location) as source:
-        return Contents(read_footer(source, None), {})
+        return read_footer(source, None)
 
 
-def _decided_contents(keys: KeyService, table_name: str | None, location: FileLocation) -> Contents:
+def _decided_footer(keys: KeyService, table_name: str | None, location: FileLocation) -> Footer:
     """Read the footer of a plaintext file whose columns the table decides about: an old result may show more."""
-    contents = plaintext_contents(location)
-    footer = contents.footer
+    footer = plaintext_footer(location)
     keys.policy(table_name, [leaf.path for leaf in footer.leaves], labels_of_footer(footer))
-    return contents
+    return footer
 
 
-def encrypted_contents(
+def _opened(
     keys: KeyService,
     location: FileLocation,
     table_name: str | None,
     aad_prefix: str | bytes | None = None,
     *,
     or_allowed_plaintext: bool = False,
-) -> Contents:
+) -> OpenedFile:
     """Open an encrypted file that matches its table, or a plaintext file if that is allowed here."""
     (opened,) = keys.open_files([location], table_name, aad_prefix)
     if not or_allowed_plaintext:
         opened.refuse_unencrypted()
     opened.refuse_denied(None)
-    return Contents(opened.footer, opened.deks)
+    return opened
 
 
-def labelled_contents(keys: KeyService, location: FileLocation, table_name: str | None) -> Contents:
+def labelled_file(keys: KeyService, location: FileLocation, table_name: str | None) -> OpenedFile:
     """Open an encrypted file, and refuse a plaintext column whose label in its own schema asks for a key."""
-    contents = encrypted_contents(keys, location, table_name)
-    footer, (name, table) = contents.footer, keys.configuration.select_table(table_name)
+    opened = _opened(keys, location, table_name)
+    footer, (name, table) = opened.footer, keys.configuration.select_table(table_name)
     if table.labels.field is not None:
         leaves = [column.path for column in footer.columns]
         columns = resolve_columns(
@@ -345,20 +319,29 @@ def labelled_contents(keys: KeyService, location: FileLocation, table_name: str 
                     f"label {label.text}.",
                     hint="Give the file new keys for its columns: `rekey`.",
                 )
-    return contents
+    return opened
 
 
 def is_there_already(
-    source: FileLocation, target: FileLocation, is_same: Callable[[], bool], *, overwrite: bool
+    source: FileLocation,
+    target: FileLocation,
+    is_same: Callable[[], bool],
+    *,
+    overwrite: bool,
+    key_values: Mapping[str, str] | None = None,
 ) -> bool:
     """Return whether a conversion was done: the target is newer than the source, and their footers agree."""
+    if key_values:
+        raise ConfigurationError(
+            "files cannot be skipped with key_values: an existing file may be under the key of another value.",
+            hint="Leave skip_existing out, or keep each value's files in a folder, with `from: partition`.",
+        )
     info = target.info()
     if info.type != pafs.FileType.File:
         return False
     made, changed = info.mtime_ns, source.info().mtime_ns
     # Without times, the source may be newer.
-    is_newer = made is not None and changed is not None and made >= changed
-    if is_newer and is_same():
+    if made is not None and changed is not None and made >= changed and is_same():
         return True
     if not overwrite:
         raise OutputError(
@@ -368,23 +351,21 @@ def is_there_already(
     return False
 
 
-def _same(source: FileLocation, target: FileLocation, opens_source: Open, opens_target: Open) -> bool:
+def _agree(source: OpenedFile | Footer, open_target: Callable[[], OpenedFile | Footer]) -> bool:
     """Return whether two files agree in schema, rows, and metadata and statistics of each chunk; not in values."""
-    contents = opens_source(source)
     try:
-        found = opens_target(target)
-        return _description(contents) == _description(found)
+        target = open_target()
+        return _description(source) == _description(target)
     except (KmsError, ColumnAccessDeniedError):
         raise
     except KeytoolsError:
         return False
 
 
-def _shows_the_same(keys: KeyService, source: FileLocation, target: FileLocation, table_name: str | None) -> bool:
+def _shows_the_same(keys: KeyService, footer: Footer, target: FileLocation, table_name: str | None) -> bool:
     """Return whether an encrypted file shows without keys what encrypting the source would make."""
     # The comparison covers algorithm, AAD prefix and the footer's master key; with a plaintext footer also schema,
     # rows, and which column is under which key. Nothing is authenticated: anyone may have written the target.
-    footer = _decided_contents(keys, table_name, source).footer
     check, retriever = keys.table_check(table_name), FileKeyRetriever(keys.kms_keys(), keys.data_keys, target)
     assert check is not None
     try:
@@ -407,9 +388,10 @@ def _shape(footer: Footer) -> tuple[object, ...]:
     return footer.metadata.num_rows, footer.leaves, [group.num_rows for group in footer.row_groups]
 
 
-def _description(contents: Contents) -> tuple[object, ...]:
-    chunks = contents.footer.column_metadata(contents.deks)
-    return *_shape(contents.footer), {place: _of_chunk(metadata) for place, metadata in chunks.items()}
+def _description(of: OpenedFile | Footer) -> tuple[object, ...]:
+    footer, deks = (of.footer, of.deks) if isinstance(of, OpenedFile) else (of, {})
+    chunks = footer.column_metadata(deks)
+    return *_shape(footer), {place: _of_chunk(metadata) for place, metadata in chunks.items()}
 
 
 def _of_chunk(metadata: ColumnMetaData) -> bytes:

@@ -205,8 +205,8 @@ def _shown(
     try:
         if key == ARROW_SCHEMA_KEY:
             return _arrow_schema(value, shown, nullable, denied)
-        if key in _OF_COLUMNS:
-            of_others = _OF_COLUMNS[key](json.loads(value), shown, denied)
+        if key in ("pandas", "geo"):
+            of_others = (_pandas if key == "pandas" else _geo)(json.loads(value), shown, denied)
             return None if of_others is None else json.dumps(of_others)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
@@ -302,10 +302,3 @@ def _names_denied(value: Any, denied: frozenset[str]) -> bool:
     if isinstance(value, list):
         return any(_names_denied(item, denied) for item in value)
     return isinstance(value, str) and value in denied
-
-
-_OF_COLUMNS: Mapping[str, Callable[[Any, Collection[str], frozenset[str]], Any]] = {
-    "pandas": _pandas,
-    "geo": _geo,
-}
-"""Key -> function that keeps the parts of its JSON about readable columns."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from parquet_keytools.files.opened_file import (
     open_files,
     read_again_if_changed,
 )
+from parquet_keytools.files.placement import land_keys, new_references
 from parquet_keytools.files.table_check import (
     ColumnValue,
     TableCheck,
@@ -51,7 +51,7 @@ from parquet_keytools.files.table_check import (
 )
 from parquet_keytools.format.file_layout import accept_footers_up_to
 from parquet_keytools.format.partial_footers import VisibleKeyValues
-from parquet_keytools.keys.key_material import DataKeyId, KeyMaterial, KeyReference, parse_key_metadata
+from parquet_keytools.keys.key_material import KeyMaterial, KeyReference, parse_key_metadata
 from parquet_keytools.keys.key_wrapping import (
     Clock,
     DataKeys,
@@ -210,18 +210,13 @@ class KeyService:
                     f"no key of the table {name!r} has the placeholder {placeholder!r}.",
                     hint=did_you_mean(placeholder, table.key_values) or one_of(table.key_values),
                 )
-        references = {key: resolve_key(self.configuration, key) for _, key in table.key_uses()}
-        return TablePolicy(
-            name,
-            table,
-            resolve_columns(self.configuration, name, leaf_paths, field_labels=field_labels),
-            {
-                key: reference.master_key_id
-                for key, reference in references.items()
-                if isinstance(reference, MasterKeyReference)
-            },
-            key_values or {},
-        )
+        master_key_ids: dict[str, str] = {}
+        for _, key in table.key_uses():
+            reference = resolve_key(self.configuration, key)
+            if isinstance(reference, MasterKeyReference):
+                master_key_ids[key] = reference.master_key_id
+        columns = resolve_columns(self.configuration, name, leaf_paths, field_labels=field_labels)
+        return TablePolicy(name, table, columns, master_key_ids, key_values or {})
 
     def with_values(self, policy: TablePolicy, location: FileLocation | str) -> TablePolicy:
         """Return the policy with the master keys of the values that a file has, of which none may be ambiguous."""
@@ -277,7 +272,17 @@ class KeyService:
         # `aad_prefix` is from the caller, in place of the table's; `stored` is in the file, and not authenticated.
         any_file_unique = self.configuration.reading.file_unique_lengths == "any"
         if table_name is None and len(self.configuration.tables) != 1:
-            rendered = self._prefixes_of_some_table(location, stored)
+            # The prefix of the table that the file seems to belong to, or of all tables if each has one.
+            every = [
+                table.rendered_aad_prefix(table_name=name, file_name=location.name)
+                for name, table in self.configuration.tables.items()
+            ]
+            rendered = [prefix for prefix in every if prefix is not None]
+            own = [prefix for prefix in rendered if stored in ExpectedAadPrefix.of(prefix).candidates]
+            if own:
+                rendered = own
+            elif len(rendered) < len(every):
+                rendered = []
         else:
             name, table = self.configuration.select_table(table_name)
             prefix = table.rendered_aad_prefix(table_name=name, file_name=location.name)
@@ -320,19 +325,6 @@ class KeyService:
 
     def _of_file(self, material: KeyMaterial) -> KeyMaterial:
         return self._unwrapper.of_file(material, material.kms_instance_id)
-
-    def _prefixes_of_some_table(self, location: FileLocation, stored: bytes | None) -> list[str]:
-        """Return the prefix of the table that a file seems to belong to, or of all tables if each has one."""
-        rendered = [
-            table.rendered_aad_prefix(table_name=name, file_name=location.name)
-            for name, table in self.configuration.tables.items()
-        ]
-        prefixes = [prefix for prefix in rendered if prefix is not None]
-        if stored is not None:
-            found = [prefix for prefix in prefixes if stored in ExpectedAadPrefix.of(prefix).candidates]
-            if found:
-                return found
-        return prefixes if len(prefixes) == len(rendered) else []
 
     def open_files(
         self,
@@ -408,33 +400,44 @@ class KeyService:
             deks = [DekToWrap(any_dek, one, is_footer_key=False) for one in policy.used_master_key_ids()]
             self._wrap(policy, deks)
 
-    def new_file_keys(
-        self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
-    ) -> NewFileKeys:
-        """Make the keys of a new file, and wrap them; the suffix makes references to key material new."""
+    def new_file_keys(self, policy: TablePolicy, location: FileLocation) -> NewFileKeys:
+        """Make the keys of a new file, and wrap them; raise `KmsError` if one cannot be wrapped."""
         policy = self.with_values(policy, location)
         table = policy.table
         own = {path: key.key_name for path, key in policy.columns.items() if key.kind == "column_key"}
         names = [table.footer_key, *(name for name in own.values() if name is not None)]
-        keys = [self._new_dek(policy, name) for name in names]
-        references = ["footerKey", *(f"columnKey{position}" for position in range(len(own)))]
-        with audit.about(location):
-            metadata, key_materials = self._key_metadata(
-                policy, names, keys, [f"{reference}{reference_suffix}" for reference in references]
-            )
+        deks = [
+            SecretBytes.random(table.data_key_length_bits)
+            if name in policy.master_key_ids
+            else self.data_keys.by_name[name]
+            for name in names
+        ]
+        references = new_references(location, len(names)) if table.key_material == "external" else None
+        to_wrap = {
+            position: DekToWrap(dek, policy.master_key_ids[name], is_footer_key=position == 0)
+            for position, (name, dek) in enumerate(zip(names, deks, strict=True))
+            if name in policy.master_key_ids
+        }
+        materials: dict[int, KeyMaterial] = {}
+        if to_wrap:
+            assert self._wrapper is not None
+            with audit.about(location):
+                wrapped = self._wrap(policy, list(to_wrap.values()))
+            materials = dict(zip(to_wrap, wrapped, strict=True))
+        metadata, key_materials = land_keys(names, materials, references)
         columns: dict[ColumnPath, KeyChoice] = {
             path: ColumnEncryption.FOOTER_KEY if key.kind == "footer_key" else ColumnEncryption.PLAINTEXT
             for path, key in policy.columns.items()
         }
         columns |= {
             path: file_encryption.ColumnKey(dek, key_metadata)
-            for path, dek, key_metadata in zip(own, keys[1:], metadata[1:], strict=True)
+            for path, dek, key_metadata in zip(own, deks[1:], metadata[1:], strict=True)
         }
         prefix = table.rendered_aad_prefix(table_name=policy.table_name, file_name=location.name)
         return NewFileKeys(
             FileEncryption(
                 algorithm=Algorithm(table.algorithm),
-                footer_dek=keys[0],
+                footer_dek=deks[0],
                 footer_key_metadata=metadata[0],
                 columns=columns,
                 plaintext_footer=table.plaintext_footer,
@@ -447,37 +450,6 @@ class KeyService:
             key_materials,
             self.kms_instance_id(policy),
         )
-
-    def _new_dek(self, policy: TablePolicy, name: str) -> SecretBytes:
-        if name in policy.master_key_ids:
-            return SecretBytes.random(policy.table.data_key_length_bits)
-        return self.data_keys.by_name[name]
-
-    def _key_metadata(
-        self, policy: TablePolicy, names: Sequence[str], deks: Sequence[SecretBytes], references: Sequence[str]
-    ) -> tuple[list[bytes], dict[str, KeyMaterial] | None]:
-        """Return key metadata for each key, and external key material if there is any."""
-        to_wrap = {
-            position: DekToWrap(dek, policy.master_key_ids[name], is_footer_key=position == 0)
-            for position, (name, dek) in enumerate(zip(names, deks, strict=True))
-            if name in policy.master_key_ids
-        }
-        materials: dict[int, KeyMaterial] = {}
-        if to_wrap:
-            materials = dict(zip(to_wrap, self._wrap(policy, list(to_wrap.values())), strict=True))
-        is_internal = policy.table.key_material == "internal"
-        metadata = []
-        for position, name in enumerate(names):
-            material = materials.get(position)
-            if material is None:
-                metadata.append(DataKeyId(name).serialise())
-            elif is_internal:
-                metadata.append(material.serialise(internal=True).encode())
-            else:
-                metadata.append(KeyReference(references[position]).serialise())
-        if is_internal:
-            return metadata, None
-        return metadata, {references[position]: material for position, material in materials.items()}
 
     def kms_instance_id(self, policy: TablePolicy) -> str | None:
         """Return the KMS that footers of a table name; None if their key is in none."""
@@ -500,11 +472,6 @@ def _restored(configuration: Configuration, identities: FileIdentities) -> KeySe
     keys = KeyService(configuration, None, time.monotonic)
     keys.identities = identities
     return keys
-
-
-def new_reference_suffix() -> str:
-    """Return a suffix that no reference to key material has."""
-    return f".{secrets.token_hex(4)}"
 
 
 # --- master keys of new values of a placeholder, such as a new tenant ---

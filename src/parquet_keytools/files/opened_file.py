@@ -199,18 +199,6 @@ class _Opening:
                 hint="Open it again.",
             ) from None
 
-    def open_footer(self) -> Footer:
-        envelope = self.envelope
-        if envelope.mode is FooterMode.UNENCRYPTED:
-            return envelope.open(None, checks_chunks=False)
-        if envelope.algorithm is Algorithm.AES_GCM_CTR_V1:
-            _log.warning(
-                "%s is encrypted with AES_GCM_CTR_V1: changes to its page data would go undetected", envelope.path
-            )
-        dek = self.retriever.footer_dek(envelope.key_metadata)
-        # What reads a chunk checks it: most readers want few columns.
-        return envelope.open(dek, self.prefix, checks_chunks=False)
-
 
 def open_files(
     locations: Sequence[FileLocation],
@@ -240,8 +228,12 @@ def open_files(
                     f"{opening.location} is not encrypted.",
                     hint="If that is intended, set `plaintext_files: allow` under `reading`.",
                 )
-            if not allow_ctr:
-                refuse_ctr(opening.envelope, str(opening.location))
+            if opening.envelope.algorithm is Algorithm.AES_GCM_CTR_V1 and not allow_ctr:
+                raise DecryptionError(
+                    f"{opening.location} is encrypted with AES_GCM_CTR_V1, and the configuration rejects such "
+                    "files.",
+                    hint="If page data need not be authenticated, set `ctr_files: allow` under `reading`.",
+                )
             if table_check is not None:
                 with opening.errors_of_this_file():
                     check_footer_key(table_check, str(opening.location), opening.envelope, opening.retriever)
@@ -255,9 +247,19 @@ def open_files(
         )
         footers = []
         for opening in openings:
+            envelope = opening.envelope
+            if envelope.algorithm is Algorithm.AES_GCM_CTR_V1:
+                _log.warning(
+                    "%s is encrypted with AES_GCM_CTR_V1: changes to its page data would go undetected",
+                    envelope.path,
+                )
             with opening.errors_of_this_file():
                 with naming_place(opening.location):
-                    footer = opening.open_footer()
+                    dek = None
+                    if envelope.mode is not FooterMode.UNENCRYPTED:
+                        dek = opening.retriever.footer_dek(envelope.key_metadata)
+                    # What reads a chunk checks it: most readers want few columns.
+                    footer = envelope.open(dek, opening.prefix, checks_chunks=False)
                 if table_check is not None:
                     opening.table_check = check_column_keys(
                         table_check, str(opening.location), footer, opening.retriever
@@ -287,15 +289,6 @@ _CONCURRENT_FILES = 16
 def _read_envelope(location: FileLocation) -> FooterEnvelope:
     with open_source(location) as source:
         return read_envelope(source)
-
-
-def refuse_ctr(envelope: FooterEnvelope, path: str) -> None:
-    """Raise `DecryptionError` if the footer states that page data of the file is not authenticated."""
-    if envelope.algorithm is Algorithm.AES_GCM_CTR_V1:
-        raise DecryptionError(
-            f"{path} is encrypted with AES_GCM_CTR_V1, and the configuration rejects such files.",
-            hint="If page data need not be authenticated, set `ctr_files: allow` under `reading`.",
-        )
 
 
 def check_footer_key(table_check: TableCheck, path: str, envelope: FooterEnvelope, keys: KeySource) -> None:

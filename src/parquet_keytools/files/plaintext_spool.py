@@ -55,8 +55,11 @@ class SpoolRoom:
                 self._left_bytes -= len(data)
                 return data
             if self._file is None:
+                folder = None
+                if self._target.is_local:
+                    folder = next(one for one in Path(self._target.path).parents if one.is_dir())
                 with failing_as_output(self._target):
-                    self._file = tempfile.TemporaryFile(dir=_folder_of(self._target), buffering=0)  # noqa: SIM115
+                    self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             slot = self._free.pop() if self._free else self._slots
             self._slots = max(self._slots, slot + 1)
             self._stored += 1
@@ -178,13 +181,3 @@ class PlaintextSpool:
         self._filling = bytearray()
         self._cache.clear()
         self.size_bytes = 0
-
-
-def _folder_of(target: FileLocation) -> str | None:
-    """Return the nearest existing folder of a local file; None stands for the default for temporary files."""
-    if not target.is_local:
-        return None
-    folder = Path(target.path).parent
-    while not folder.is_dir():
-        folder = folder.parent
-    return str(folder)

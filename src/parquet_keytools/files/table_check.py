@@ -138,7 +138,21 @@ class TableCheck:
         """Return the comparison with the table, with the keys of the values that a file has."""
         if not self.settings.has_templates:
             return self
-        return self._with_values(tuple(sorted(self.values_of(path, seen).items())))
+        values = tuple(sorted(self.values_of(path, seen).items()))
+        check = self._of_values.get(values)
+        if check is None:
+            try:
+                keys = keys_of_value(self._configuration, self.table_name, dict(values))
+            except ConfigurationError:
+                # The value would name another key, which is no key of a value.
+                keys = {}
+            check = copy.copy(self)
+            check._set_keys(self._keys, keys)
+            check._values = dict(values)
+            if len(self._of_values) >= _MOST_VALUES:
+                self._of_values.clear()
+            self._of_values[values] = check
+        return check
 
     def values_of(self, path: str, seen: Iterable[KeyReference | None]) -> dict[str, str]:
         """Return placeholder -> value of a file, as far as it has one value that is allowed."""
@@ -159,22 +173,6 @@ class TableCheck:
             if value is not None:
                 values[placeholder] = value
         return values
-
-    def _with_values(self, values: tuple[tuple[str, str], ...]) -> TableCheck:
-        check = self._of_values.get(values)
-        if check is None:
-            try:
-                keys = keys_of_value(self._configuration, self.table_name, dict(values))
-            except ConfigurationError:
-                # The value would name another key, which is no key of a value.
-                keys = {}
-            check = copy.copy(self)
-            check._set_keys(self._keys, keys)
-            check._values = dict(values)
-            if len(self._of_values) >= _MOST_VALUES:
-                self._of_values.clear()
-            self._of_values[values] = check
-        return check
 
     def check_patterns(self, leaf_paths: Sequence[ColumnPath]) -> None:
         """Raise `ConfigurationError` if the patterns of the table do not fit a file with these columns."""
@@ -228,7 +226,9 @@ class TableCheck:
                 hint="Partition by another column, or take this one out of column_keys.",
             )
         for name in partition_names(names):
-            if self._unlisted == "error" and not self._stays_plaintext(name):
+            folded = str.lower if self._ignores_case else str
+            is_plaintext = any(fnmatchcase(folded(name), folded(one)) for one in self._plaintext_columns)
+            if self._unlisted == "error" and not is_plaintext:
                 raise ConfigurationError(
                     f"the table {self.table_name!r} does not say how to protect column {name!r}, and its values "
                     f"{are_shown}.",
@@ -236,10 +236,6 @@ class TableCheck:
                 )
             if self._unlisted == "footer_key" and not is_planned:
                 warnings.warn(f"the values of column {name!r} {are_shown}", UserWarning, stacklevel=3)
-
-    def _stays_plaintext(self, name: str) -> bool:
-        folded = str.lower if self._ignores_case else str
-        return any(fnmatchcase(folded(name), folded(pattern)) for pattern in self._plaintext_columns)
 
     def footer_mismatches(self, algorithm: Algorithm, key: KeyReference | None) -> list[TableMismatch]:
         """Return the mismatches of algorithm and key of a footer; to be called before that key is unwrapped."""
@@ -432,15 +428,10 @@ def seen_key(source: KeySource, key_metadata: bytes | None, column_path: ColumnP
     return None if name is None else DataKeyReference(name)
 
 
-def _moved(moves: Iterable[tuple[str, str]], key: KeyReference) -> set[KeyReference]:
+def _moved(moves: Sequence[tuple[str, str]], key: KeyReference) -> set[KeyReference]:
     """Return the keys at the other ends of moves."""
-    found: set[KeyReference] = set()
-    for old, new in moves:
-        if key == MasterKeyReference(new):
-            found.add(MasterKeyReference(old))
-        if key == MasterKeyReference(old):
-            found.add(MasterKeyReference(new))
-    return found
+    both_ways = [*moves, *((new, old) for old, new in moves)]
+    return {MasterKeyReference(other) for one, other in both_ways if key == MasterKeyReference(one)}
 
 
 def _id_of(key: KeyReference) -> str:

@@ -1,6 +1,6 @@
 """External key material in a file `_KEY_MATERIAL_FOR_<name>.json` beside the Parquet file.
 
-Internal key material is the key metadata in the file itself. `files/replacement.py` places both files in order.
+`files/placement.py` decides between internal and external key material, and writes both files in order.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pyarrow import fs as pafs
 from parquet_keytools.errors import KeyMaterialError
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.storage.local_files import FolderIdentity, remove_from_folder
-from parquet_keytools.storage.locations import FileLocation, key_material_location, read_whole
+from parquet_keytools.storage.locations import FileLocation, read_whole
 from parquet_keytools.storage.outputs import write_whole
+from parquet_keytools.storage.walk import KEY_MATERIAL_PREFIX
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Size limit of a key material file; the keys of 32,767 columns take a quarter of it."""
@@ -25,6 +26,24 @@ _FLAT = re.compile(r'\s*\{(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\s,:]++)*+\}\s*', re.D
 
 _MOST_COLONS = 1 << 21
 """The keys of 32,767 columns before and after a rotation have 1.2 million, with ARNs and a URL."""
+
+
+def key_material_location(parquet_file: FileLocation) -> FileLocation:
+    """Return the location of the key material of a Parquet file."""
+    return parquet_file.sibling(f"{KEY_MATERIAL_PREFIX}{parquet_file.name}.json")
+
+
+def named_parquet_file(key_material: FileLocation) -> FileLocation | None:
+    """Return the place of the file whose key material this is by its name; None if the name is another one."""
+    name = key_material.name.removeprefix(KEY_MATERIAL_PREFIX).removesuffix(".json")
+    parquet_file = key_material.sibling(name or "_")
+    return parquet_file if key_material_location(parquet_file).name == key_material.name else None
+
+
+def parquet_file_of(key_material: FileLocation) -> FileLocation | None:
+    """Return the Parquet file to which key material belongs; None if there is none."""
+    parquet_file = named_parquet_file(key_material)
+    return parquet_file if parquet_file is not None and parquet_file.is_file() else None
 
 
 def serialise_key_materials(materials: Mapping[str, KeyMaterial]) -> bytes:

@@ -47,12 +47,12 @@ from parquet_keytools.keys.key_material import (
     parse_object,
 )
 from parquet_keytools.keys.key_wrapping import DataKeys, Kek, decode_master_key_id, dek_of, encode_master_key_id
-from parquet_keytools.keys.material_store import parse_key_materials, read_key_material_file
+from parquet_keytools.keys.material_store import key_material_location, parse_key_materials, read_key_material_file
 from parquet_keytools.kms.client import KmsClient, MasterKeyDescription, RewrapRequest, UnwrapRequest, WrapRequest
 from parquet_keytools.rotation.report import KmsCalls
 from parquet_keytools.secret_bytes import SecretBytes
 from parquet_keytools.storage.local_files import state_of_local
-from parquet_keytools.storage.locations import FileLocation, ends_with, key_material_location, open_source
+from parquet_keytools.storage.locations import FileLocation, ends_with, open_source
 from parquet_keytools.strict_base64 import encode
 
 K = TypeVar("K")

@@ -22,10 +22,10 @@ from parquet_keytools.errors import (
     OutputError,
     value_or_raise,
 )
-from parquet_keytools.files.conversion import Contents, labelled_contents, policy_of
-from parquet_keytools.files.key_service import KeyService, NewFileKeys, TablePolicy, new_reference_suffix
+from parquet_keytools.files.conversion import labelled_file, policy_of
+from parquet_keytools.files.key_service import KeyService, NewFileKeys, TablePolicy
 from parquet_keytools.files.opened_file import FileIdentities, OpenedFile, as_verified
-from parquet_keytools.files.replacement import NewKeyMaterial, existing_key_materials, replacement
+from parquet_keytools.files.placement import existing_key_materials, replacement
 from parquet_keytools.files.table_check import names_in_folders
 from parquet_keytools.format.file_layout import ByteSink, ByteSource
 from parquet_keytools.keys.key_material import DataKeyId, KeyReference, parse_key_metadata
@@ -206,8 +206,8 @@ def keys_of_new_version(
     """
     location, footer = opened.location, opened.footer
     policy = policy_of(keys, table_name, footer, (), key_values, opened.deks)
-    suffix = new_reference_suffix() if existing_key_materials(location) else ""
-    new = keys.new_file_keys(policy, location, suffix)
+    existing_key_materials(location)  # Damaged key material is an error, and is not replaced.
+    new = keys.new_file_keys(policy, location)
     is_external = new.key_materials is not None or opened.retriever.key_materials is not None
     refuse_two_names(location, is_external=is_external)
     if not as_before:
@@ -243,8 +243,7 @@ def replaced_whole(
             _refuse_hard_links(location, other_names_keep)
 
     check()
-    new_material = NewKeyMaterial(location, new.key_materials)
-    with replacement(location, check, key_material=new_material) as pending:
+    with replacement(location, check, has_new_keys=True, key_materials=new.key_materials) as pending:
         with unless_changed(location, tail), pending.open_sink() as sink:
             write(sink)
         with pending.open_written() as written:
@@ -331,7 +330,7 @@ class Encrypting:
         tail, envelope = read_tail(location)
         if envelope.mode is not FooterMode.UNENCRYPTED:
             # As an earlier run leaves it. Any other encrypted file is an error.
-            self._refuse_undecided(location, labelled_contents(self.keys, location, self.table_name))
+            self._refuse_undecided(location, labelled_file(self.keys, location, self.table_name))
             if self.key_values:
                 self._refuse_other_values(location)
             return FileRotation(str(location), RotationOutcome.ALREADY_ENCRYPTED)
@@ -367,13 +366,13 @@ class Encrypting:
                 hint="Leave it out, or give it new keys: `rekey --in-place`.",
             )
 
-    def _refuse_undecided(self, location: FileLocation, contents: Contents) -> None:
+    def _refuse_undecided(self, location: FileLocation, opened: OpenedFile) -> None:
         """Refuse a file from before with plaintext columns that the table does not decide about."""
         name, settings = self.keys.configuration.select_table(self.table_name)
-        undecided = set(undecided_columns(settings, [column.path for column in contents.footer.columns]))
+        undecided = set(undecided_columns(settings, [column.path for column in opened.footer.columns]))
         names = [
             ".".join(column.path)
-            for column in contents.footer.columns
+            for column in opened.footer.columns
             if column.path in undecided and column.encryption is ColumnEncryption.PLAINTEXT
         ]
         if names:

@@ -44,7 +44,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import check_column_keys, check_footer_key
-from parquet_keytools.files.replacement import replacement
+from parquet_keytools.files.placement import replacement
 from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.format.file_layout import (
     MAGIC,

@@ -82,10 +82,10 @@ class MountedTree:
     def readdir(self, path: str, fh: int) -> Iterator[tuple[str, dict[str, int], int]]:
         """Return the names in a folder, with the same kinds as `getattr`."""
         with _as_errno(path):
-            names = {".": True, "..": True}
-            names |= {one.key.rpartition("/")[2]: one.is_folder for one in self._tree.entries(path.strip("/"))}
-        kinds = {True: stat.S_IFDIR, False: stat.S_IFREG}
-        return iter([(name, {"st_mode": kinds[is_folder]}, 0) for name, is_folder in names.items()])
+            names = {".": stat.S_IFDIR, "..": stat.S_IFDIR}
+            for entry in self._tree.entries(path.strip("/")):
+                names[entry.key.rpartition("/")[2]] = stat.S_IFDIR if entry.is_folder else stat.S_IFREG
+        return iter([(name, {"st_mode": mode}, 0) for name, mode in names.items()])
 
     def open(self, path: str, handle: Any) -> int:
         """Open the current version of a file; later reads through the handle see this version only."""

@@ -122,21 +122,15 @@ class BegunReads:
 
     def listed(self, client: str, file: ServedFile) -> None:
         """Remember the version that a listing shows: clients do not send HEAD for a listed file."""
-        if self._begun(client, file.key) is not None:
+        if (client, file.key) in self._etags:
             self.begin(client, file)
 
     def is_other(self, client: str, file: ServedFile) -> bool:
         """Return whether a client began to read another version; its first range begins this version."""
-        begun = self._begun(client, file.key)
-        if begun is None:
+        begun = self._etags.get((client, file.key))
+        if begun in (None, file.etag):
             self.begin(client, file)
         return begun not in (None, file.etag)
-
-    def _begun(self, client: str, key: str) -> str | None:
-        with self._lock:
-            if (etag := self._etags.get((client, key))) is not None:
-                self._etags.move_to_end((client, key))
-            return etag
 
 
 @dataclass(frozen=True)
@@ -283,7 +277,8 @@ def answer_file(tree: ServedTree, request: ServedRequest, key: str, reads: Begun
     if file.modified is not None:
         headers["Last-Modified"] = formatdate(file.modified, usegmt=True)
     # The order of RFC 9110, section 13.2.2; times are too coarse for versions.
-    if (text := request.header("if-match")) is not None and not _names(text, file.etag, strong=True):
+    match = request.header("if-match")
+    if match is not None and not _names(match, file.etag, strong=True):
         raise RefusedRequestError(412, "PreconditionFailed", "The file was replaced.", headers)
     if (text := request.header("if-none-match")) is not None and _names(text, file.etag, strong=False):
         return ServedAnswer(304, headers)
@@ -292,7 +287,7 @@ def answer_file(tree: ServedTree, request: ServedRequest, key: str, reads: Begun
         wanted = wanted if text != "*" and _names(text, file.etag, strong=True) else None
     if request.method == "HEAD" or wanted is None or _BEGINNING.fullmatch(wanted.strip()):
         reads.begin(request.client, file)
-    elif request.header("if-match") is None and reads.is_other(request.client, file):
+    elif match is None and reads.is_other(request.client, file):
         raise RefusedRequestError(
             412,
             "PreconditionFailed",
@@ -486,14 +481,14 @@ def _refuse_others(query: dict[str, str], known: set[str]) -> None:
 def _listing(tree: ServedTree, query: dict[str, str], client: str, reads: BegunReads) -> str:
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
     most = _most_keys(query.get("max-keys", str(_MOST_KEYS)))
-    is_encoded = query.get("encoding-type") == "url"
-    if query.get("encoding-type", "url") != "url":
+    encoding = query.get("encoding-type")
+    if encoding not in (None, "url"):
         raise RefusedRequestError(400, "InvalidArgument", "The encoding-type must be url.")
     if delimiter not in ("", "/"):
         raise RefusedRequestError(501, "NotImplemented", "The delimiter must be a slash.")
 
     def text(key: str) -> str:
-        return quote(key, safe="/-_.~") if is_encoded else escape(key)
+        return escape(key) if encoding is None else quote(key, safe="/-_.~")
 
     # ListObjects version 1 has no list-type, and continues after a key instead of a token.
     is_first_version = "list-type" not in query
@@ -508,20 +503,21 @@ def _listing(tree: ServedTree, query: dict[str, str], client: str, reads: BegunR
     ]
     if delimiter:
         parts.append(f"<Delimiter>{text(delimiter)}</Delimiter>")
-    if is_encoded:
+    if encoding is not None:
         parts.append("<EncodingType>url</EncodingType>")
-    last = found[most - 1][0] if len(found) > most else None
     if is_first_version:
         parts.append(f"<Marker>{text(after)}</Marker>")
-        if last is not None:
-            parts.append(f"<NextMarker>{text(last)}</NextMarker>")
     elif token is not None:
         parts.append(f"<ContinuationToken>{escape(token)}</ContinuationToken>")
     elif after:
         parts.append(f"<StartAfter>{text(after)}</StartAfter>")
-    if last is not None and not is_first_version:
+    if len(found) > most:
+        last = found[most - 1][0]
+        following = base64.urlsafe_b64encode(last.encode()).decode()
         parts.append(
-            f"<NextContinuationToken>{base64.urlsafe_b64encode(last.encode()).decode()}</NextContinuationToken>"
+            f"<NextMarker>{text(last)}</NextMarker>"
+            if is_first_version
+            else f"<NextContinuationToken>{following}</NextContinuationToken>"
         )
     files, folders = [], []
     for key, is_folder in found[:most]:

@@ -102,7 +102,14 @@ class ServedTree:
         size = stream.seek(0, os.SEEK_END)
         digest = hashlib.blake2b(key=self._run, digest_size=20)
         digest.update(repr((key, size, version)).encode(errors="surrogatepass"))
-        for piece in _footer(stream, size):
+        # The footer identifies the visible columns. No page is read.
+        stream.seek(max(0, size - _END_BYTES))
+        end = bytes(stream.read(_END_BYTES))
+        length = min(int.from_bytes(end[:4], "little"), size - _END_BYTES) if end[4:] == _MAGIC else 0
+        stream.seek(size - len(end) - length)
+        left = length + len(end)
+        while left and (piece := bytes(stream.read(min(left, _PIECE_BYTES)))):
+            left -= len(piece)
             digest.update(piece)
         return ServedFile(key, size, modified, _etag(digest.digest()), version)
 
@@ -158,10 +165,9 @@ class ServedTree:
             if self._only is None and names_passed_over(name):
                 continue
             try:
-                place = self._path_of(key)
-                # `ls` reports a link, `info` reports its target.
-                is_known = facts["type"] in ("file", "directory")
-                kind = facts["type"] if is_known else self._filesystem.info(place)["type"]
+                place, kind = self._path_of(key), facts["type"]
+                if kind not in ("file", "directory"):
+                    kind = self._filesystem.info(place)["type"]  # `ls` reports a link, `info` reports its target.
             except FileNotFoundError:
                 _log.warning("%r is not served: a broken link, a link out of the folder, or an invalid name", key)
                 continue
@@ -206,11 +212,12 @@ class ServedTree:
     def _path_of(self, key: str) -> str:
         """Return the path of a valid key that readers do not skip, and that does not lead out of the folder."""
         parts = key.split("/") if key else []
-        if any(part in ("", ".", "..") for part in parts) or _ODD.search(key):
-            raise FileNotFoundError(key)
-        if self._only is None and names_passed_over(key):
-            raise FileNotFoundError(key)
-        if len(key.encode("utf-8", "surrogatepass")) > _MAX_KEY_BYTES:
+        if (
+            any(part in ("", ".", "..") for part in parts)
+            or _ODD.search(key)
+            or (self._only is None and names_passed_over(key))
+            or len(key.encode("utf-8", "surrogatepass")) > _MAX_KEY_BYTES
+        ):
             raise FileNotFoundError(key)
         if self._local_folder is not None:
             try:
@@ -250,19 +257,6 @@ def _etag(digest: bytes) -> str:
 
 def _changed(file: ServedFile) -> FileChangedError:
     return FileChangedError(f"{file.key} was replaced while it was read.")
-
-
-def _footer(stream: Any, size_bytes: int) -> Iterator[bytes]:
-    """Yield the footer of a Parquet file in pieces; it identifies the visible columns. No page is read."""
-    stream.seek(max(0, size_bytes - _END_BYTES))
-    end = bytes(stream.read(_END_BYTES))
-    yield end
-    if end[4:] == _MAGIC:
-        left = min(int.from_bytes(end[:4], "little"), size_bytes - _END_BYTES)
-        stream.seek(size_bytes - _END_BYTES - left)
-        while left > 0 and (piece := bytes(stream.read(min(left, _PIECE_BYTES)))):
-            left -= len(piece)
-            yield piece
 
 
 def _seconds(facts: dict[str, Any]) -> float | None:

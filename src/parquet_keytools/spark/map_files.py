@@ -376,11 +376,9 @@ class WorkerKeyService(KeyService):
     def clear_caches(self) -> None:
         """Do nothing: caches are new with each job, and are for all of its files."""
 
-    def new_file_keys(
-        self, policy: TablePolicy, location: FileLocation, reference_suffix: str = ""
-    ) -> NewFileKeys:
+    def new_file_keys(self, policy: TablePolicy, location: FileLocation) -> NewFileKeys:
         """Make the keys of a new file; see `KeyService.new_file_keys`."""
-        new = super().new_file_keys(policy, location, reference_suffix)
+        new = super().new_file_keys(policy, location)
         self._last.keys = new
         return new
 

@@ -37,7 +37,7 @@ from parquet_keytools.errors import (
     ReusedKeysError,
 )
 from parquet_keytools.files import conversion
-from parquet_keytools.files.conversion import FilePlan, FileResult, plaintext_contents, plan_files
+from parquet_keytools.files.conversion import FilePlan, FileResult, plaintext_footer, plan_files
 from parquet_keytools.files.field_labels import labels_of_footer
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities
@@ -351,7 +351,7 @@ def _refuse_table_mistakes(keys: KeyService, table_name: str, files: Sequence[Fi
     mistake: ConfigurationError | None = None
     for file in {str(files[at]): files[at] for at in (0, len(files) // 2, -1)}.values() if files else ():
         try:
-            footer = plaintext_contents(file).footer
+            footer = plaintext_footer(file)
             policy = keys.policy(table_name, [leaf.path for leaf in footer.leaves], labels_of_footer(footer))
         except ConfigurationError as error:
             mistake = mistake or error

@@ -7,7 +7,7 @@ import re
 import urllib.error
 import urllib.request
 from http.client import HTTPException, HTTPMessage
-from typing import IO, Any, Never
+from typing import IO, Any
 
 import pyarrow as pa
 from pyarrow import fs as pafs
@@ -15,6 +15,7 @@ from pyarrow import fs as pafs
 from parquet_keytools.format.file_layout import RangedFile
 from parquet_keytools.runtime.presentation import shown_url
 from parquet_keytools.runtime.threads_and_forks import share_with_arrow
+from parquet_keytools.storage.locations import PartialHandler
 
 _TIMEOUT_SECONDS = 60
 _CONTENT_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
@@ -27,8 +28,10 @@ def _error(number: int, text: str, url: str) -> OSError:
     return OSError(number, f"{shown_url(url)}: {text}")
 
 
-class HttpHandler(pafs.FileSystemHandler):  # type: ignore[misc]
+class HttpHandler(PartialHandler):
     """Files of web servers, whose paths are complete addresses."""
+
+    refusal = "files of web servers are only read"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HttpHandler)
@@ -39,10 +42,6 @@ class HttpHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     def get_type_name(self) -> str:
         """Return its name."""
         return "http"
-
-    def normalize_path(self, path: str) -> str:
-        """Return an address as it is."""
-        return path
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
         """Return the sizes of files."""
@@ -58,19 +57,9 @@ class HttpHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         """Open a file for reading by ranges."""
         return pa.PythonFile(_WebFile(path), mode="r")
 
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        """Open a file for reading in order."""
-        return self.open_input_file(path)
-
     def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
         """Refuse: a web server lists nothing."""
         raise _error(errno.ENOTSUP, "a web server lists no folders: name its files", selector.base_dir)
-
-    def _refuse(self, *_: Any) -> Never:
-        raise OSError(errno.EROFS, "files of web servers are only read")
-
-    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refuse
-    move = copy_file = open_output_stream = open_append_stream = _refuse
 
 
 class _WebFile(RangedFile):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Self
+from typing import Self
 
 from parquet_keytools.errors import OutputError, StorageFailedError
 from parquet_keytools.runtime import operating_system
@@ -298,7 +298,13 @@ def exclusive_folder(target: FileLocation) -> Iterator[None]:
 def _locked(folder: Folder) -> tuple[str, int]:
     """Return name and file descriptor of the lock file, locked."""
     found = folder.status()
-    name, mode = _name_and_mode(found)
+    name, mode = LOCK_NAME, 0o600
+    if found.st_mode & stat.S_IWOTH:
+        stem, _, suffix = LOCK_NAME.rpartition(".")
+        name = f"{stem}.{operating_system.own_user_id()}.{suffix}"
+    elif found.st_mode & stat.S_IWGRP:
+        # Users who may write to the folder may read and write the lock, and no other user.
+        mode = 0o660
     deadline = time.monotonic() + FOREIGN_LOCK_SECONDS
     while True:
         _remove_foreign(folder, found, name)
@@ -337,15 +343,6 @@ def _locked(folder: Folder) -> tuple[str, int]:
             os.close(lock)
             raise
         os.close(lock)
-
-
-def _name_and_mode(folder: os.stat_result) -> tuple[str, int]:
-    if folder.st_mode & stat.S_IWOTH:
-        stem, _, suffix = LOCK_NAME.rpartition(".")
-        return f"{stem}.{operating_system.own_user_id()}.{suffix}", 0o600
-    # Users who may write to the folder may read and write the lock, and no other user.
-    writers = folder.st_mode & stat.S_IWGRP
-    return LOCK_NAME, 0o600 | writers | writers << 1
 
 
 def _is_foreign(folder: os.stat_result, lock: os.stat_result) -> bool:
@@ -401,14 +398,11 @@ DEAD_AFTER_SECONDS = 24 * 3600.0
 
 _MOST_BYTES_OF_NAME = 140
 _NO_LOCK = "0" * 8
-_NAME = re.compile(r"\.(?P<target>.+)\.[0-9a-f]{12}-(?P<machine>[0-9a-f]{8})\.tmp", re.DOTALL)
 
-
-class TemporaryName(NamedTuple):
-    """The target's name, or a digest of a long one, and whether a writer on this machine holds a lock."""
-
-    target: str
-    is_locked_here: bool
+parse_temporary_name = re.compile(
+    r"\.(?P<target>.+)\.[0-9a-f]{12}-(?P<machine>[0-9a-f]{8})\.tmp", re.DOTALL
+).fullmatch
+"""Match the name of a temporary file: the name of its target, or a digest, and of the machine that has a lock."""
 
 
 def temporary_name(target: str, *, is_locked: bool = True) -> str:
@@ -421,13 +415,7 @@ def temporary_name(target: str, *, is_locked: bool = True) -> str:
 
 def belongs_to_writer(name: str) -> bool:
     """Return whether a name is that of a lock file or a temporary file, which its writer removes by itself."""
-    return _LOCK_NAME.fullmatch(name) is not None or _NAME.fullmatch(name) is not None
-
-
-def parse_temporary_name(name: str) -> TemporaryName | None:
-    """Return the content of a name; None if it is not the name of a temporary file of this package."""
-    found = _NAME.fullmatch(name)
-    return None if found is None else TemporaryName(found["target"], found["machine"] == _machine())
+    return _LOCK_NAME.fullmatch(name) is not None or parse_temporary_name(name) is not None
 
 
 @lru_cache(maxsize=1)
@@ -510,7 +498,7 @@ def _remove_unlocked(folder: Folder, name: str, flags: int = os.O_RDWR) -> None:
         os.close(file)
 
 
-def _remove(folder: Folder, folder_found: os.stat_result, name: str, parsed: TemporaryName) -> None:
+def _remove(folder: Folder, folder_found: os.stat_result, name: str, parsed: re.Match[str]) -> None:
     found = folder.look(name)
     if not stat.S_ISREG(found.st_mode):
         return
@@ -519,10 +507,10 @@ def _remove(folder: Folder, folder_found: os.stat_result, name: str, parsed: Tem
         # When running as root, a new file gets the owner of the old one before it is in its place.
         owners.add(folder_found.st_uid)
         with contextlib.suppress(FileNotFoundError):
-            owners.add(folder.look(parsed.target).st_uid)
+            owners.add(folder.look(parsed["target"]).st_uid)
     if found.st_uid not in owners:
         return
-    if parsed.is_locked_here:
+    if parsed["machine"] == _machine():
         # It already has the mode of the file that it was to replace, which may be read-only.
         _remove_unlocked(folder, name, os.O_RDWR if found.st_mode & stat.S_IWUSR else os.O_RDONLY)
     elif time.time() - found.st_mtime > DEAD_AFTER_SECONDS:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Never
 
 import pyarrow as pa
 from pyarrow import fs as pafs
@@ -76,8 +76,11 @@ class FileLocation:
             return _of_uri(text)
         filesystem = arrow_filesystem(filesystem)
         while isinstance(filesystem, pafs.SubTreeFileSystem):
-            text = _below(filesystem.base_path, text)
-            filesystem = filesystem.base_fs
+            # As pyarrow forms it.
+            base, text = filesystem.base_path, text.lstrip("/")
+            if base.strip("/"):
+                base = f"{base.rstrip('/')}/" if text else base.rstrip("/")
+            text, filesystem = base + text, filesystem.base_fs
         makes_folders = False
         fsspec = fsspec_of(filesystem)
         if fsspec is not None:
@@ -265,12 +268,26 @@ def arrow_filesystem(filesystem: Any) -> pafs.FileSystem:
     return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem))
 
 
-def _below(base: str, path: str) -> str:
-    """Return the path of a file in a subtree, formed as pyarrow forms it."""
-    path = path.lstrip("/")
-    if not base.strip("/"):
-        return base + path
-    return f"{base.rstrip('/')}/{path}" if path else base.rstrip("/")
+class PartialHandler(pafs.FileSystemHandler):  # type: ignore[misc]
+    """A file system for Arrow that has some operations, and refuses all others."""
+
+    refusal = "files of a data set are only read"
+
+    def _refuse(self, *_: Any) -> Never:
+        raise OSError(errno.EROFS, self.refusal)
+
+    _refused: Any = _refuse
+    create_dir = delete_dir = delete_dir_contents = delete_root_dir_contents = delete_file = _refused
+    move = copy_file = open_output_stream = open_append_stream = _refused
+    get_file_info_selector = open_input_file = _refused
+
+    def normalize_path(self, path: str) -> str:
+        """Return a path as it is."""
+        return path
+
+    def open_input_stream(self, path: str) -> pa.NativeFile:
+        """Open a file for reading in order."""
+        return self.open_input_file(path)
 
 
 def _is_local(filesystem: Any) -> bool:
@@ -311,11 +328,6 @@ def fsspec_of(filesystem: pafs.FileSystem) -> Any:
     """Return the underlying fsspec file system; None if there is none."""
     handler = filesystem.handler if isinstance(filesystem, pafs.PyFileSystem) else None
     return handler.fs if isinstance(handler, pafs.FSSpecHandler) else None
-
-
-def key_material_location(parquet_file: FileLocation) -> FileLocation:
-    """Return the location of the key material of a Parquet file."""
-    return parquet_file.sibling(f"_KEY_MATERIAL_FOR_{parquet_file.name}.json")
 
 
 def real_location(location: FileLocation) -> FileLocation:
@@ -363,18 +375,14 @@ class ArrowSource:
         try:
             data: bytes = self.file.read_at(length, offset)
         except OSError as error:
-            raise _naming(error, self.path) from error.__cause__
+            kind = type(error)
+            if error.errno is not None or kind.__module__ != "builtins" or self.path in str(error):
+                raise
+            # Errors of store clients often do not name the file.
+            raise kind(f"{self.path}: {error or 'it could not be read'}") from error.__cause__
         if len(data) != length:
             raise shortened(self.path)
         return data
-
-
-def _naming(error: OSError, path: str) -> OSError:
-    """Return an error that names its file, as errors of store clients often do not."""
-    kind = type(error)
-    if error.errno is not None or kind.__module__ != "builtins" or path in str(error):
-        return error
-    return kind(f"{path}: {error or 'it could not be read'}").with_traceback(error.__traceback__)
 
 
 @contextlib.contextmanager

@@ -236,13 +236,6 @@ class _LocalOutput:
 
     # --- how it is created and opened ---
 
-    def _permissions(self, folder: Folder) -> int:
-        """Return the most that others may do with it while it is written."""
-        if self._mode is not None or self._like is not None:
-            return 0o600
-        found = self._replaced(folder)
-        return 0o666 if found is None else found.st_mode & 0o666 | 0o600
-
     def _replaced(self, folder: Folder) -> os.stat_result | None:
         """Return the file at the target, if it decides who may use the new one."""
         try:
@@ -254,9 +247,14 @@ class _LocalOutput:
     def _create(self, folder: Folder) -> int:
         """Create it under a temporary name, locked if it stays open and the file system has locks."""
         is_lockable = self._stays_open and operating_system.POSIX
+        # The most that others may do with it while it is written.
+        permissions = 0o600
+        if self._mode is None and self._like is None:
+            found = self._replaced(folder)
+            permissions = 0o666 if found is None else found.st_mode & 0o666 | 0o600
         while True:
             name = temporary_name(self._name, is_locked=is_lockable)
-            file = folder.open(name, _CREATE, self._permissions(folder))
+            file = folder.open(name, _CREATE, permissions)
             self._temporary, self._identity = name, _identity(os.fstat(file))
             if not is_lockable:
                 return file

@@ -15,6 +15,7 @@ All commands, readers of data sets and Spark pipelines use it, so that they see 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -28,27 +29,21 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, Self
 
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import IncompleteDataSetError, NoParquetFilesError, OutputError, ParquetFormatError
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER, MAGIC_LENGTH
 from parquet_keytools.runtime.presentation import escaped_path
-from parquet_keytools.storage.locations import (
-    FileLocation,
-    fsspec_of,
-    key_material_location,
-    open_source,
-    with_slashes,
-)
+from parquet_keytools.storage.locations import FileLocation, fsspec_of, open_source, with_slashes
 
 _log = logging.getLogger(__name__)
 
 SUMMARY_FILE_NAMES = frozenset({"_metadata", "_common_metadata"})
 """Files that hold the footers of all others."""
 
-_KEY_MATERIAL_PREFIX = "_KEY_MATERIAL_FOR_"
+KEY_MATERIAL_PREFIX = "_KEY_MATERIAL_FOR_"
+"""Key material files have this prefix, the name of their Parquet file, and `.json`."""
 
 _SAYS_PARQUET = re.compile(r"\.parquet|\Apart[-_.]?[0-9]", re.IGNORECASE)
 """Names of Parquet files: these are not opened to look for magic."""
@@ -128,20 +123,30 @@ def data_set(
     """Yield the files of a data set, by path, and its other entries; without any, raise `NoParquetFilesError`."""
     # With `into_passed_over`, files of folders that are passed over are yielded as left out, and
     # `with_key_material` key material beside its file. `refusal_of` returns why a link is not followed.
+    for entry in _entries(path, into_passed_over, refusal_of):
+        is_beside = isinstance(entry, LeftOut) and entry.reason is LeftOutReason.KEY_MATERIAL_BESIDE
+        if with_key_material or not is_beside:
+            yield entry
+
+
+def _entries(path: FileLocation, into_passed_over: bool, refusal_of: RefusalOf | None) -> Iterator[Entry]:
     if path.only:
-        look = partial(
-            data_set, into_passed_over=into_passed_over, with_key_material=with_key_material, refusal_of=refusal_of
-        )
-        yield from _chosen(path, look, refusal_of)
+        # Each entry that paths and globs in a folder name, once.
+        seen: set[str] = set()
+        for name in path.only:
+            place = FileLocation.resolve_all(path.below(name))
+            found = _matching(place, refusal_of) if place.only else _entries(place, into_passed_over, refusal_of)
+            for entry in found:
+                if entry.location.path not in seen:
+                    seen.add(entry.location.path)
+                    yield entry
         return
     info = file_or_folder(path)
     if info.type == pafs.FileType.File:
         yield ParquetFile(path, info.size or 0)
         return
     is_empty = True
-    for entry in walk(
-        path, into_passed_over=into_passed_over, with_key_material=with_key_material, refusal_of=refusal_of
-    ):
+    for entry in walk(path, into_passed_over=into_passed_over, refusal_of=refusal_of):
         is_empty &= isinstance(entry, LeftOut)
         yield entry
     if is_empty:
@@ -242,20 +247,6 @@ def file_or_folder(path: FileLocation) -> pafs.FileInfo:
     return info
 
 
-def _chosen(
-    folder: FileLocation, look: Callable[[FileLocation], Iterator[Entry]], refusal_of: RefusalOf | None
-) -> Iterator[Entry]:
-    """Yield the entries that paths and globs in a folder name, each once."""
-    seen: set[str] = set()
-    for name in folder.only:
-        place = FileLocation.resolve_all(folder.below(name))
-        entries = _matching(place, refusal_of) if place.only else look(place)
-        for entry in entries:
-            if entry.location.path not in seen:
-                seen.add(entry.location.path)
-                yield entry
-
-
 def _matching(glob: FileLocation, refusal_of: RefusalOf | None) -> Iterator[Entry]:
     """Yield the entries that a glob names, and entries that could not be checked and may hide others."""
     pattern = glob.only[0].split("/")
@@ -265,6 +256,8 @@ def _matching(glob: FileLocation, refusal_of: RefusalOf | None) -> Iterator[Entr
     is_empty = True
     for entry in walk(FileLocation(glob.filesystem, glob.path), refusal_of=refusal_of):
         parts = entry.location.path[skipped:].split("/")
+        if isinstance(entry, LeftOut) and entry.reason is LeftOutReason.KEY_MATERIAL_BESIDE:
+            continue
         if _matches(parts, pattern) or (isinstance(entry, Unseen) and _may_lead_to(parts, pattern)):
             is_empty &= isinstance(entry, LeftOut)
             yield entry
@@ -288,26 +281,19 @@ def _may_lead_to(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def walk(
-    folder: FileLocation,
-    *,
-    into_passed_over: bool = False,
-    with_key_material: bool = False,
-    refusal_of: RefusalOf | None = None,
+    folder: FileLocation, *, into_passed_over: bool = False, refusal_of: RefusalOf | None = None
 ) -> Iterator[Entry]:
     """Yield the entries below a folder: the files of each folder by name, then its folders; see `data_set`."""
     # A folder is listed before its first file is yielded, so that a file that is replaced meanwhile comes once.
-    with FolderLister(folder.filesystem) as lister:
-        for listing in lister.folders(folder.path, into_passed_over=into_passed_over, refusal_of=refusal_of):
-            for entry in _classified(folder.filesystem, lister, listing, into_passed_over=into_passed_over):
-                is_beside = isinstance(entry, LeftOut) and entry.reason is LeftOutReason.KEY_MATERIAL_BESIDE
-                if with_key_material or not is_beside:
-                    yield entry
+    with _threads() as threads:
+        for listing in _listings(folder, threads, into_passed_over=into_passed_over, refusal_of=refusal_of):
+            yield from _classified(folder.filesystem, threads, listing, into_passed_over=into_passed_over)
 
 
 def all_files(folder: FileLocation) -> Iterator[FileLocation]:
     """Yield everything below a folder except folders that can be listed. Links are yielded, and not followed."""
-    with FolderLister(folder.filesystem) as lister:
-        for listing in lister.folders(folder.path, into_passed_over=True, refusal_of=lambda _: OSError()):
+    with _threads() as threads:
+        for listing in _listings(folder, threads, into_passed_over=True, refusal_of=lambda _: OSError()):
             if listing.error is not None and not isinstance(listing.error, FileNotFoundError):
                 yield FileLocation(folder.filesystem, listing.path)
             for listed in listing.listed:
@@ -317,7 +303,7 @@ def all_files(folder: FileLocation) -> Iterator[FileLocation]:
 
 def names_in(folder: FileLocation) -> list[str]:
     """Return the names in a folder, including broken links; raise `OSError` if it cannot be listed."""
-    listing = FolderLister(folder.filesystem).fill(Listing(folder.path))
+    listing = _fill(folder.filesystem, Listing(folder.path))
     if listing.error is not None:
         raise listing.error
     return [listed.name for listed in listing.listed]
@@ -372,30 +358,13 @@ def _by_name(name: str, names: Collection[str]) -> LeftOutReason | bool | None:
     """Return why a file is left out, True if it is Parquet, and None if only its magic shows whether it is."""
     if name in SUMMARY_FILE_NAMES:
         return LeftOutReason.SUMMARY
-    if name.startswith(_KEY_MATERIAL_PREFIX):
-        is_beside = _is_key_material_of(name, names)
+    if name.startswith(KEY_MATERIAL_PREFIX):
+        parquet_file = name.removeprefix(KEY_MATERIAL_PREFIX).removesuffix(".json")
+        is_beside = name.endswith(".json") and parquet_file in names
         return LeftOutReason.KEY_MATERIAL_BESIDE if is_beside else LeftOutReason.KEY_MATERIAL
     if is_passed_over(name):
         return LeftOutReason.PASSED_OVER
     return True if _SAYS_PARQUET.search(name) else None
-
-
-def _is_key_material_of(name: str, names: Collection[str]) -> bool:
-    parquet_file = name.removeprefix(_KEY_MATERIAL_PREFIX).removesuffix(".json")
-    return name == f"{_KEY_MATERIAL_PREFIX}{parquet_file}.json" and parquet_file in names
-
-
-def named_parquet_file(key_material: FileLocation) -> FileLocation | None:
-    """Return the place of the file whose key material this is by its name; None if the name is another one."""
-    name = key_material.name.removeprefix(_KEY_MATERIAL_PREFIX).removesuffix(".json")
-    parquet_file = key_material.sibling(name or "_")
-    return parquet_file if key_material_location(parquet_file).name == key_material.name else None
-
-
-def parquet_file_of(key_material: FileLocation) -> FileLocation | None:
-    """Return the Parquet file to which key material belongs; None if there is none."""
-    parquet_file = named_parquet_file(key_material)
-    return parquet_file if parquet_file is not None and parquet_file.is_file() else None
 
 
 def _has_magic(file: FileLocation) -> bool | OSError:
@@ -409,7 +378,7 @@ def _has_magic(file: FileLocation) -> bool | OSError:
 
 
 def _classified(
-    filesystem: pafs.FileSystem, lister: FolderLister, listing: Listing, *, into_passed_over: bool
+    filesystem: pafs.FileSystem, threads: ThreadPoolExecutor, listing: Listing, *, into_passed_over: bool
 ) -> Iterator[Entry]:
     """Yield the entries of a folder, except folders that are listed themselves."""
     if listing.error is not None:
@@ -427,7 +396,7 @@ def _classified(
         for listed in files
         if listed.error is None and by_name[listed.name] is None
     ]
-    verdicts = lister.threads.map(_has_magic, asked) if len(asked) > 1 else map(_has_magic, asked)
+    verdicts = threads.map(_has_magic, asked) if len(asked) > 1 else map(_has_magic, asked)
     for listed in listing.listed:
         location = FileLocation(filesystem, listed.path)
         if listed.is_folder:
@@ -488,102 +457,111 @@ RefusalOf = Callable[[str], OSError | None]
 """Returns why a link to a folder is not followed; None if it is."""
 
 
-class FolderLister:
-    """Lists folders, remote ones some at a time, in `threads` that start when needed; a context manager."""
+@contextlib.contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Yield threads for remote folders and files, which start when they are needed."""
+    threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="parquet-keytools-walk")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)
 
-    def __init__(self, filesystem: pafs.FileSystem) -> None:
-        self._filesystem = filesystem
-        self.is_local = isinstance(filesystem, pafs.LocalFileSystem)
-        self.threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="parquet-keytools-walk")
 
-    def __enter__(self) -> Self:
-        return self
+def _listings(
+    folder: FileLocation,
+    threads: ThreadPoolExecutor,
+    *,
+    into_passed_over: bool,
+    refusal_of: RefusalOf | None = None,
+) -> Iterator[Listing]:
+    """Yield the listings of a folder and of all folders below it, outer folders first."""
+    filesystem, is_local = folder.filesystem, folder.is_local
+    # Not recursive, because folders may be deeper than Python's stack.
+    waiting: list[Iterator[Listing]] = [iter([_fill(filesystem, Listing(folder.path))])]
+    while waiting:
+        listing = next(waiting[-1], None)
+        if listing is None:
+            waiting.pop()
+            continue
+        if refusal_of is not None:
+            for listed in listing.listed:
+                if listed.is_link and listed.is_folder and (error := refusal_of(listed.path)) is not None:
+                    listed.is_folder, listed.error = False, error
+        below = [
+            Listing(listed.path, listing.is_passed_over or is_passed_over(listed.name), listing.above)
+            for listed in listing.listed
+            if listed.is_folder and (into_passed_over or not is_passed_over(listed.name))
+        ]
+        if below and len(waiting) > _MOST_LEVELS and not is_local:
+            listing.error = _odd("its folders lie too deep", listing.path, errno.ELOOP)
+            below = []
+        yield listing
+        # It may be long, and the folders below take their time.
+        del listing
+        if below:
+            fill = partial(_fill, filesystem)
+            waiting.append(map(fill, below) if is_local or len(below) == 1 else _some_ahead(threads, fill, below))
 
-    def __exit__(self, *_: object) -> None:
-        self.threads.shutdown(cancel_futures=True)
 
-    def folders(
-        self,
-        root: str,
-        *,
-        into_passed_over: bool,
-        refusal_of: RefusalOf | None = None,
-    ) -> Iterator[Listing]:
-        """Yield the listings of a folder and of all folders below it, outer folders first."""
-        # Not recursive, because folders may be deeper than Python's stack.
-        waiting: list[Iterator[Listing]] = [self._listings([Listing(root)])]
-        while waiting:
-            listing = next(waiting[-1], None)
-            if listing is None:
-                waiting.pop()
-                continue
-            if refusal_of is not None:
-                for listed in listing.listed:
-                    if listed.is_link and listed.is_folder and (error := refusal_of(listed.path)) is not None:
-                        listed.is_folder, listed.error = False, error
-            below = [
-                Listing(listed.path, listing.is_passed_over or is_passed_over(listed.name), listing.above)
-                for listed in listing.listed
-                if listed.is_folder and (into_passed_over or not is_passed_over(listed.name))
-            ]
-            if below and len(waiting) > _MOST_LEVELS and not self.is_local:
-                listing.error = _odd("its folders lie too deep", listing.path, errno.ELOOP)
-                below = []
-            yield listing
-            # It may be long, and the folders below take their time.
-            del listing
-            if below:
-                waiting.append(self._listings(below))
-
-    def _listings(self, folders: Sequence[Listing]) -> Iterator[Listing]:
-        """List folders in their order, remote ones some ahead."""
-        if self.is_local or len(folders) == 1:
-            yield from map(self.fill, folders)
-            return
-        ahead: deque[Future[Listing]] = deque()
-        for folder in folders:
-            ahead.append(self.threads.submit(self.fill, folder))
-            if len(ahead) == AT_A_TIME:
-                yield ahead.popleft().result()
-        while ahead:
+def _some_ahead(
+    threads: ThreadPoolExecutor, fill: Callable[[Listing], Listing], folders: Sequence[Listing]
+) -> Iterator[Listing]:
+    """List remote folders in their order, some ahead."""
+    ahead: deque[Future[Listing]] = deque()
+    for folder in folders:
+        ahead.append(threads.submit(fill, folder))
+        if len(ahead) == AT_A_TIME:
             yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()
 
-    def fill(self, listing: Listing) -> Listing:
-        """Fill in the content of a folder."""
-        (_list_local if self.is_local else self._list_other)(listing)
-        listing.listed.sort(key=lambda listed: listed.name)
-        return listing
 
-    def _list_other(self, listing: Listing) -> None:
-        """List a remote folder; Arrow's wrapper of fsspec silently leaves out what it may not list."""
-        fsspec = fsspec_of(self._filesystem)
-        base = listing.path.strip("/")
-        try:
-            if fsspec is not None:
-                # The cache may be outdated.
-                fsspec.invalidate_cache(listing.path)
-                infos = [_info_of(found) for found in fsspec.ls(listing.path, detail=True)]
-            else:
-                infos = self._filesystem.get_file_info(pafs.FileSelector(listing.path))
-        except Exception as error:
-            listing.error = store_error(error, listing.path)
-            if isinstance(listing.error, FileNotFoundError) and not isinstance(error, FileNotFoundError):
-                # A library's error with this number need not say that the folder is gone.
-                listing.error = _odd(listing.error.strerror or type(error).__name__, listing.path, errno.EIO)
-            return
-        for info in infos:
-            path = info.path.rstrip("/")
-            name = path.rpartition("/")[2]
-            if path.strip("/") == base:
-                # An object that marks the folder itself.
-                continue
-            listed = Listed(name, path, info.type == pafs.FileType.Directory, size_bytes=info.size or 0)
-            if path.strip("/") != f"{base}/{name}".strip("/") or not name:
-                # Such as `a//b`: Arrow cannot name it.
-                listed.is_folder, listed.error = False, _odd("the store lists it in another folder", path)
-            elif info.type not in (pafs.FileType.Directory, pafs.FileType.File):
-                listed.error = _odd("neither a file nor a folder, as the store has it", path)
-            listing.listed.append(listed)
+def _fill(filesystem: pafs.FileSystem, listing: Listing) -> Listing:
+    """Fill in the content of a folder."""
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        _list_local(listing)
+    else:
+        _list_other(filesystem, listing)
+    listing.listed.sort(key=lambda listed: listed.name)
+    return listing
+
+
+def _list_other(filesystem: pafs.FileSystem, listing: Listing) -> None:
+    """List a remote folder; Arrow's wrapper of fsspec silently leaves out what it may not list."""
+    fsspec = fsspec_of(filesystem)
+    base = listing.path.strip("/")
+    try:
+        if fsspec is not None:
+            # The cache may be outdated.
+            fsspec.invalidate_cache(listing.path)
+            found = fsspec.ls(listing.path, detail=True)
+            infos = [
+                pafs.FileInfo(
+                    str(one["name"]), _TYPES.get(one["type"], pafs.FileType.Unknown), size=one.get("size")
+                )
+                for one in found
+            ]
+        else:
+            infos = filesystem.get_file_info(pafs.FileSelector(listing.path))
+    except Exception as error:
+        listing.error = store_error(error, listing.path)
+        if isinstance(listing.error, FileNotFoundError) and not isinstance(error, FileNotFoundError):
+            # A library's error with this number need not say that the folder is gone.
+            listing.error = _odd(listing.error.strerror or type(error).__name__, listing.path, errno.EIO)
+        return
+    for info in infos:
+        path = info.path.rstrip("/")
+        name = path.rpartition("/")[2]
+        if path.strip("/") == base:
+            # An object that marks the folder itself.
+            continue
+        listed = Listed(name, path, info.type == pafs.FileType.Directory, size_bytes=info.size or 0)
+        if path.strip("/") != f"{base}/{name}".strip("/") or not name:
+            # Such as `a//b`: Arrow cannot name it.
+            listed.is_folder, listed.error = False, _odd("the store lists it in another folder", path)
+        elif info.type not in (pafs.FileType.Directory, pafs.FileType.File):
+            listed.error = _odd("neither a file nor a folder, as the store has it", path)
+        listing.listed.append(listed)
 
 
 def _list_local(listing: Listing) -> None:
@@ -635,19 +613,10 @@ _KINDS = {
 
 def is_utf8(name: str) -> bool:
     """Return whether a name of the operating system is UTF-8."""
-    if name.isascii():
-        return True
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return name.isascii() or name.encode(errors="ignore").decode() == name
 
 
-def _info_of(found: dict[str, Any]) -> pafs.FileInfo:
-    kinds = {"file": pafs.FileType.File, "directory": pafs.FileType.Directory}
-    kind = kinds.get(found["type"], pafs.FileType.Unknown)
-    return pafs.FileInfo(str(found["name"]), kind, size=found.get("size"))
+_TYPES = {"file": pafs.FileType.File, "directory": pafs.FileType.Directory}
 
 
 def _odd(text: str, path: str, number: int = errno.EINVAL) -> OSError:

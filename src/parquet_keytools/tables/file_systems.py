@@ -22,9 +22,10 @@ from parquet_keytools.errors import FileChangedError, OutputError, ParquetFormat
 from parquet_keytools.files.conversion import encrypt_pending
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, as_verified
+from parquet_keytools.files.placement import KeyMaterials, put_all_in_place
 from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
-from parquet_keytools.files.replacement import NewKeyMaterial, put_all_in_place
 from parquet_keytools.format.file_layout import ByteSource, RangedFile
+from parquet_keytools.keys.material_store import key_material_location
 from parquet_keytools.runtime.threads_and_forks import ForkSafeLock, in_threads, in_use, share_with_arrow
 from parquet_keytools.storage.local_files import (
     FolderIdentity,
@@ -33,7 +34,7 @@ from parquet_keytools.storage.local_files import (
     identity_of_folder,
     remove_beneath,
 )
-from parquet_keytools.storage.locations import ArrowSource, FileLocation, key_material_location
+from parquet_keytools.storage.locations import ArrowSource, FileLocation, PartialHandler
 from parquet_keytools.storage.outputs import MadeFolders, PendingOutput, pending_output
 from parquet_keytools.storage.walk import all_files, names_passed_over
 from parquet_keytools.view.chunk_view import PageCache
@@ -49,6 +50,9 @@ OpenMany = Callable[[Sequence[str]], Sequence[OpenedFile]]
 
 NewBatch = Callable[[], OpenMany]
 """Returns a function for one batch, which unwraps each key once, also if files are opened again one by one."""
+
+_Batch = Future[tuple[Callable[[str], OpenedFile], dict[str, OpenedFile]]]
+"""A function that opens one file of a batch, and files that are not used yet: none if one could not be opened."""
 
 _FIRST_BATCH = 8
 _LARGEST_BATCH = 100
@@ -98,7 +102,7 @@ class FilesAhead:
         """Begin empty; a forked child has no threads to finish what its parent began."""
         self._process_id = os.getpid()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="keytools-open")
-        self._waiting: dict[str, Future[OpenedFile]] = {}
+        self._waiting: dict[str, _Batch] = {}
         self._kept: OrderedDict[str, OpenedFile] = OrderedDict()
         self._scans: list[_Scan] = []
 
@@ -117,7 +121,7 @@ class FilesAhead:
             self._scans = [scan for scan in self._scans if not scan.is_over]
             while len(self._scans) >= _SCANS:
                 for path in self._scans.pop(0).ahead:
-                    self._waiting.pop(path).cancel()
+                    del self._waiting[path]
             scan = _Scan(iter(paths))
             self._scans.append(scan)
             self._open_ahead(scan)
@@ -130,17 +134,18 @@ class FilesAhead:
         with self._lock:
             self._start_anew_after_fork()
             opened = self._held.get(path) or self._kept.get(path)
-            future = self._waiting.pop(path, None)
-            # A failure ahead of use may have been temporary.
-            if opened is None and (future is None or _has_failed(future)):
-                (future,) = self._submit([path])
+            batch = self._waiting.pop(path, None)
             for scan in self._scans:
                 scan.ahead.discard(path)
                 self._open_ahead(scan)
         if opened is not None:
             return opened
-        assert future is not None
-        opened = future.result()
+        if batch is None:
+            (opened,) = self._pool.submit(self._new_batch(), [path]).result()
+        else:
+            open_one, files = batch.result()
+            # A failure of a batch is of one of its files, and may have been temporary.
+            opened = files.pop(path, None) or self._pool.submit(open_one, path).result()
         identity = _identity(opened)
         with self._lock:
             if self._identities.setdefault(path, identity) != identity:
@@ -160,49 +165,27 @@ class FilesAhead:
 
     def _open_ahead(self, scan: _Scan) -> None:
         """Begin to open the next files of a scan, unless a whole batch is still ahead of it."""
+        opened = self._held, self._kept, self._waiting
         while len(scan.ahead) <= scan.batch and not scan.is_at_end:
             scan.batch = min(max(_FIRST_BATCH, 2 * scan.batch), _LARGEST_BATCH)
             paths = list(islice(scan.paths, scan.batch))
             scan.is_at_end = len(paths) < scan.batch
-            new = [path for path in paths if not self._is_opened(path)]
+            new = [path for path in paths if not any(path in known for known in opened)]
             if new:
-                self._waiting.update(zip(new, self._submit(new), strict=True))
+                self._waiting.update(dict.fromkeys(new, self._pool.submit(self._open, new)))
                 scan.ahead.update(new)
 
-    def _is_opened(self, path: str) -> bool:
-        return path in self._held or path in self._kept or path in self._waiting
+    def _open(self, paths: Sequence[str]) -> tuple[Callable[[str], OpenedFile], dict[str, OpenedFile]]:
+        open_many, one_at_a_time = self._new_batch(), threading.Lock()
+        files: dict[str, OpenedFile] = {}
+        with contextlib.suppress(Exception):
+            files.update(zip(paths, open_many(paths), strict=True))
 
-    def _submit(self, paths: Sequence[str]) -> list[Future[OpenedFile]]:
-        futures = [Future[OpenedFile]() for _ in paths]
-        self._pool.submit(_open, self._new_batch, paths, futures)
-        return futures
+        def open_one(path: str) -> OpenedFile:
+            with one_at_a_time:
+                return open_many([path])[0]
 
-
-def _has_failed(future: Future[OpenedFile]) -> bool:
-    return future.done() and future.exception() is not None
-
-
-def _open(new_batch: NewBatch, paths: Sequence[str], futures: Sequence[Future[OpenedFile]]) -> None:
-    """Open files for the threads that wait for them; each error goes only to those that wait for that file."""
-    wanted = {
-        path: future for path, future in zip(paths, futures, strict=True) if future.set_running_or_notify_cancel()
-    }
-    try:
-        open_many = new_batch()
-        opened: Sequence[OpenedFile | None] = [None] * len(wanted)
-        if len(wanted) > 1:
-            with contextlib.suppress(Exception):
-                opened = open_many(list(wanted))
-        for (path, future), file in zip(wanted.items(), opened, strict=True):
-            try:
-                future.set_result(file or open_many([path])[0])
-            except Exception as error:
-                future.set_exception(error)
-    except BaseException as error:
-        for future in wanted.values():
-            if not future.done():
-                future.set_exception(error)
-        raise
+        return open_one, files
 
 
 def _identity(opened: OpenedFile) -> bytes:
@@ -233,8 +216,8 @@ FOOTER_READ_BYTES = 64 * 1024
 they would be decrypted for nothing, and a damaged page would break reads of other columns."""
 
 
-class DelegatingHandler(pafs.FileSystemHandler):  # type: ignore[misc]
-    """Passes every call on to another file system."""
+class _HandlerOver(PartialHandler):
+    """Looks into another file system, and refuses all other operations."""
 
     def __init__(self, filesystem: pafs.FileSystem) -> None:
         self.filesystem = filesystem
@@ -256,56 +239,12 @@ class DelegatingHandler(pafs.FileSystemHandler):  # type: ignore[misc]
         """Return what is known of the files of a folder."""
         return list(self.filesystem.get_file_info(selector))
 
-    def create_dir(self, path: str, recursive: bool) -> None:
-        """Create a folder."""
-        self.filesystem.create_dir(path, recursive=recursive)
-
-    def delete_dir(self, path: str) -> None:
-        """Delete a folder."""
-        self.filesystem.delete_dir(path)
-
-    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        """Delete what is in a folder."""
-        self.filesystem.delete_dir_contents(path, missing_dir_ok=missing_dir_ok)
-
-    def delete_root_dir_contents(self) -> None:
-        """Refuse to empty a whole file system."""
-        raise PermissionError("the contents of a whole file system are not deleted")
-
-    def delete_file(self, path: str) -> None:
-        """Delete a file."""
-        self.filesystem.delete_file(path)
-
-    def move(self, src: str, dest: str) -> None:
-        """Move a file."""
-        self.filesystem.move(src, dest)
-
-    def copy_file(self, src: str, dest: str) -> None:
-        """Copy a file."""
-        self.filesystem.copy_file(src, dest)
-
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        """Open a file for reading in order."""
-        return self.open_input_file(path)
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        """Open a file for reading by ranges."""
-        return self.filesystem.open_input_file(path)
-
-    def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        """Open a file for writing."""
-        return self.filesystem.open_output_stream(path, compression=None)
-
-    def open_append_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        """Refuse: Parquet files are not appended to."""
-        raise NotImplementedError("Parquet files are not appended to")
-
 
 Reopen = Callable[[list[str], pa.Schema], "ds.Dataset"]
 """Makes a data set of these files with this schema, in another process."""
 
 
-class ViewHandler(DelegatingHandler):
+class ViewHandler(_HandlerOver):
     """Opens views of files whose footers were verified, and no other files.
 
     Columns that cannot be read are in the view, and reading them raises our error: Arrow would fill a missing
@@ -348,22 +287,21 @@ class ViewHandler(DelegatingHandler):
                 source = SourceInParts(source)
             source = as_verified(opened, source)
             if opened.is_encrypted or opened.digests is not None:
-                source = self._view(path, opened, source)
+                with self._lock:
+                    known, view = self._views.get(path, (None, None))
+                if view is not None and known is opened:
+                    source = view.over(source)
+                else:
+                    has_stand_ins = opened.digests is not None or (
+                        self._denied_columns == "null" and opened.refused
+                    )
+                    shown = self._denied_columns if has_stand_ins else "error"
+                    source = view = PlainFile(opened, source, shown, self._pages, gap=FOOTER_READ_BYTES)
+                    with self._lock:
+                        self._views[path] = opened, view
+                        if len(self._views) > _MOST_VIEWS:
+                            self._views.popitem(last=False)
         return pa.PythonFile(_ViewInput(source, file), mode="r")
-
-    def _view(self, path: str, opened: OpenedFile, source: ByteSource) -> PlainFile:
-        with self._lock:
-            known, view = self._views.get(path, (None, None))
-        if view is not None and known is opened:
-            return view.over(source)
-        has_stand_ins = opened.digests is not None or (self._denied_columns == "null" and opened.refused)
-        shown = self._denied_columns if has_stand_ins else "error"
-        view = PlainFile(opened, source, shown, self._pages, gap=FOOTER_READ_BYTES)
-        with self._lock:
-            self._views[path] = opened, view
-            if len(self._views) > _MOST_VIEWS:
-                self._views.popitem(last=False)
-        return view
 
 
 class SourceInParts:
@@ -415,7 +353,7 @@ class _ViewInput(RangedFile):
         super().close()
 
 
-class PendingHandler(DelegatingHandler):
+class PendingHandler(_HandlerOver):
     """Writes encrypted files under temporary names; `commit` gives them their names.
 
     What Arrow deletes because new data replaces it stays until `commit`, too. An error while Arrow opens or closes
@@ -447,7 +385,7 @@ class PendingHandler(DelegatingHandler):
         self._durable = durable
         self._key_values = key_values
         self._pending: list[PendingOutput] = []
-        self._key_materials: dict[str, NewKeyMaterial] = {}
+        self._key_materials: dict[str, KeyMaterials | None] = {}
         self._replaced: list[str] = []
         self._replaced_in: FolderIdentity | None = None
         self._made = MadeFolders(folder.filesystem)
@@ -558,9 +496,7 @@ class PendingHandler(DelegatingHandler):
             # Another writer may be at work.
             self._replaced += [file for file in found if not belongs_to_writer(PurePosixPath(file).name)]
 
-    def delete_dir(self, path: str) -> None:
-        """Remember what `commit` deletes."""
-        self.delete_dir_contents(path)
+    delete_dir = delete_dir_contents
 
     def delete_file(self, path: str) -> None:
         """Remember what `commit` deletes."""
@@ -577,10 +513,7 @@ class PendingHandler(DelegatingHandler):
         if self._failure is not None:
             raise self._failure
         put_all_in_place(
-            [
-                (pending, self._key_materials.get(pending.target.path, NewKeyMaterial(pending.target)))
-                for pending in self._pending
-            ],
+            [(pending, self._key_materials.get(pending.target.path)) for pending in self._pending],
             durable=self._durable,
         )
         kept = {pending.target.path for pending in self._pending}

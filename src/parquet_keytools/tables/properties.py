@@ -40,8 +40,7 @@ from parquet_keytools.keys.material_store import serialise_key_materials
 from parquet_keytools.kms.client import KmsClient, WrapRequest
 from parquet_keytools.runtime.threads_and_forks import ForkSafeLock, share_with_arrow
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.storage.locations import BufferSource, FileLocation
-from parquet_keytools.tables.file_systems import DelegatingHandler
+from parquet_keytools.storage.locations import BufferSource, FileLocation, PartialHandler
 
 if TYPE_CHECKING:
     import polars as pl
@@ -75,32 +74,28 @@ def arrow_leaf_paths(schema: pa.Schema, write_options: Mapping[str, Any] | None 
 def arrow_limits(policy: TablePolicy, write_options: Mapping[str, Any] | None = None) -> list[str]:
     """Return what pyarrow does not support of a policy, a phrase each; empty if it supports all."""
     table = policy.table
-    limits = []
-    if table.aad_prefix is not None:
-        limits.append("it has no AAD prefix together with KMS keys")
-    if table.double_wrapping and table.effective_kek_length_bits != _ARROW_KEK_LENGTH_BITS:
-        limits.append(f"its KEKs have 128 bits, not {table.effective_kek_length_bits}")
-    if table.has_templates:
-        limits.append("it has one key for all files of a write, and the table has keys for each value")
-    names = {table.footer_key, *(key.key_name for key in policy.columns.values() if key.key_name)}
-    if names - policy.master_key_ids.keys():
-        limits.append("it has no data keys that the caller manages")
-    if (write_options or {}).get("bloom_filter_options"):
-        limits.append("it does not encrypt files with Bloom filters")
     kinds = {key.kind for key in policy.columns.values()}
-    if table.plaintext_footer:
-        limits.append(
-            "it shows size statistics of encrypted columns, and all key-value metadata, in a plaintext footer"
-        )
-    if table.key_material == "external":
-        limits.append("it replaces external key material before it replaces the file")
-    if "footer_key" in kinds and kinds != {"footer_key"}:
-        limits.append("it encrypts either all columns with the footer key or none")
+    names = {table.footer_key, *(key.key_name for key in policy.columns.values() if key.key_name)}
+    kek_bits = table.effective_kek_length_bits
+    all_limits = {
+        "it has no AAD prefix together with KMS keys": table.aad_prefix is not None,
+        f"its KEKs have 128 bits, not {kek_bits}": table.double_wrapping and kek_bits != _ARROW_KEK_LENGTH_BITS,
+        "it has one key for all files of a write, and the table has keys for each value": table.has_templates,
+        "it has no data keys that the caller manages": names - policy.master_key_ids.keys(),
+        "it does not encrypt files with Bloom filters": (write_options or {}).get("bloom_filter_options"),
+        "it shows size statistics of encrypted columns, and all key-value metadata, in a plaintext footer": (
+            table.plaintext_footer
+        ),
+        "it replaces external key material before it replaces the file": table.key_material == "external",
+        "it encrypts either all columns with the footer key or none": (
+            "footer_key" in kinds and kinds != {"footer_key"}
+        ),
+        "it does not encrypt a footer without any column": kinds <= {"plaintext"},
+    }
+    limits = [limit for limit, applies in all_limits.items() if applies]
     if not limits and kinds == {"footer_key"} and not hasattr(pe.EncryptionConfiguration, "uniform_encryption"):
         # pyarrow has it from version 21 on.
         limits.append(f"version {pa.__version__} does not encrypt all columns with the footer key")
-    if kinds <= {"plaintext"}:
-        limits.append("it does not encrypt a footer without any column")
     return limits + _name_limits(policy)
 
 
@@ -299,7 +294,9 @@ def _decryption_limits(opened: OpenedFile) -> list[str]:
         limits.append("it has no AAD prefix together with KMS keys")
     if not limits and uses_data_keys and not hasattr(pe, "create_decryption_properties"):
         limits.append(f"version {pa.__version__} has no data keys that the caller manages")
-    if not limits and opened.retriever.key_materials is not None and not _takes_file_path():
+    # pyarrow takes the path that external key material lies beside from version 23 on.
+    parameters = inspect.signature(pe.CryptoFactory.file_decryption_properties).parameters
+    if not limits and opened.retriever.key_materials is not None and "parquet_file_path" not in parameters:
         limits.append(f"version {pa.__version__} does not read external key material")
     return limits
 
@@ -330,21 +327,16 @@ def _decryption_properties(opened: OpenedFile) -> pq.FileDecryptionProperties:
     )
 
 
-def _takes_file_path() -> bool:
-    """Return whether pyarrow takes the path that external key material lies beside: it does from version 23 on."""
-    return "parquet_file_path" in inspect.signature(pe.CryptoFactory.file_decryption_properties).parameters
-
-
-class _KnownMaterial(DelegatingHandler):
+class _KnownMaterial(PartialHandler):
     """Gives pyarrow the key material from which the keys were unwrapped, whatever lies beside the file by now."""
 
     def __init__(self, material: bytes) -> None:
-        super().__init__(pafs.LocalFileSystem())
         self._material = material
+        share_with_arrow(self)
 
-    def normalize_path(self, path: str) -> str:
-        """Return the path as it is: a local file system refuses names with a colon that may be URIs."""
-        return path
+    def get_type_name(self) -> str:
+        """Return its name."""
+        return "key material"
 
     def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
         """Return the info of the key material, which is the only file."""
@@ -385,15 +377,13 @@ def polars_decryption(
 
 def _refuse_for_polars(opened: OpenedFile) -> None:
     opened.refuse_unencrypted()
-    limits = []
-    if opened.digests is not None:
-        limits.append("it shows values, and `denied_columns: hash` is set")
-    if opened.footer.algorithm is not Algorithm.AES_GCM_V1:
-        limits.append("it decrypts AES_GCM_V1 only")
     deks = (opened.retriever.footer_dek(opened.footer.key_metadata), *opened.deks.values())
-    if any(len(dek) == _NOT_OF_POLARS_BYTES for dek in deks):
-        limits.append("it has no data keys of 192 bits")
-    if len({".".join(path) for path in opened.deks}) < len(opened.deks):
-        limits.append("it cannot tell columns apart whose dotted paths are the same")
-    if limits:
+    names = {".".join(path) for path in opened.deks}
+    all_limits = {
+        "it shows values, and `denied_columns: hash` is set": opened.digests is not None,
+        "it decrypts AES_GCM_V1 only": opened.footer.algorithm is not Algorithm.AES_GCM_V1,
+        "it has no data keys of 192 bits": any(len(dek) == _NOT_OF_POLARS_BYTES for dek in deks),
+        "it cannot tell columns apart whose dotted paths are the same": len(names) < len(opened.deks),
+    }
+    if limits := [limit for limit, applies in all_limits.items() if applies]:
         raise UnsupportedByPolarsError(limits, hint="Keytools.scan_polars can read it.")

@@ -135,33 +135,10 @@ class ReadOptions:
         return ds.ParquetFileFormat(**given)
 
 
-def _hint_for_denied(denied_columns: str) -> str:
-    hints = {
-        "hash": f"Name the columns that you need. {NEEDS_KEY}",
-        "error": "Name the columns that you need, or set `denied_columns: hide` under `reading`.",
-    }
-    return hints.get(denied_columns, "")
-
-
-def _schema_for_all(schema: pa.Schema, opened: OpenedFile) -> pa.Schema:
-    """Return a schema in which columns with keys of their own may be null, as they are for some readers."""
-    keyed = {c.path[0] for c in opened.footer.columns if c.encryption is ColumnEncryption.COLUMN_KEY}
-    fields = [field.with_nullable(field.nullable or field.name in keyed) for field in schema]
-    return pa.schema(fields, metadata=schema.metadata)
-
-
-def _pandas_index(metadata: Mapping[bytes, bytes] | None) -> list[str]:
-    """Return the index columns of a DataFrame from the metadata of its schema."""
-    if not metadata or b"pandas" not in metadata:
-        return []
-    return [name for name in json.loads(metadata[b"pandas"])["index_columns"] if isinstance(name, str)]
-
-
-def _refuse_denied_filter(opened: OpenedFile, filters: Filters, *, has_stand_ins: bool) -> None:
-    """Raise `ColumnAccessDeniedError` if filters use a column that cannot be read and has no stand-in."""
-    if filters is not None and opened.denied:
-        names = columns_mentioned(filters, sorted(opened.denied_top_level))
-        opened.refuse_denied(names, hides_refused=has_stand_ins)
+_HINTS_FOR_DENIED = {
+    "hash": f"Name the columns that you need. {NEEDS_KEY}",
+    "error": "Name the columns that you need, or set `denied_columns: hide` under `reading`.",
+}
 
 
 def columns_mentioned(filters: Filters, names: Iterable[str]) -> list[str]:
@@ -338,7 +315,10 @@ class _DataSetFiles:
         schema = made.schema if schema is None else schema
         held = [first]
         if knows_denied:
-            held = files.hold([paths[0], *_paths_left(made, schema, request.filters)])
+            # The files that filters leave, by the names of folders alone.
+            left = made if request.filters is None else made.replace_schema(schema)
+            expression = None if request.filters is None else pq.filters_to_expression(request.filters)
+            held = files.hold([paths[0], *(one.path for one in left.get_fragments(expression))])
         fragments = list(made.get_fragments())
         self._folders = [(fragment.path, fragment.partition_expression) for fragment in fragments]
         handler.partitioning = found = made.partitioning
@@ -349,9 +329,12 @@ class _DataSetFiles:
         denied = frozenset[str]().union(*(opened.unshown_top_level for opened in held))
         self.hidden = denied if self._denied_columns == "hide" else frozenset()
         if self._denied_columns == "null":
-            kept = _schema_for_all(schema, first)
+            # Columns with keys of their own may be null for some readers.
+            own = {c.path[0] for c in first.footer.columns if c.encryption is ColumnEncryption.COLUMN_KEY}
+            fields = [field.with_nullable(field.nullable or field.name in own) for field in schema]
         else:
-            kept = pa.schema([field for field in schema if field.name not in denied], metadata=schema.metadata)
+            fields = [field for field in schema if field.name not in denied]
+        kept = pa.schema(fields, metadata=schema.metadata)
         return EncryptedDataset(fragments, kept, file_format, filesystem)
 
     def hides(self, name: str) -> bool:
@@ -373,9 +356,11 @@ class _DataSetFiles:
                 reads_folder_names=self._reads_folder_names,
             )
         self._known.update(kms_keys.keys)
-        hint = _hint_for_denied(self._denied_columns)
+        hint = _HINTS_FOR_DENIED.get(self._denied_columns, "")
         for opened in files:
-            _refuse_denied_filter(opened, request.filters, has_stand_ins=self._denied_columns in ("null", "hash"))
+            if request.filters is not None and opened.denied:
+                names = columns_mentioned(request.filters, sorted(opened.denied_top_level))
+                opened.refuse_denied(names, hides_refused=self._denied_columns in ("null", "hash"))
             opened.refuse_denied(request.columns, hint=hint, hides_refused=self._denied_columns != "error")
             self._check_folders(opened.protected_columns)
         return files
@@ -415,17 +400,6 @@ def open_dataset(
 
     # This covers the schema. A file that is replaced later is an error of the scan.
     return read_again_if_changed(make)
-
-
-def _paths_left(made: ds.FileSystemDataset, schema: pa.Schema, filters: Filters) -> Iterator[str]:
-    """Yield the paths of files that filters leave, by the names of folders alone."""
-    if filters is None:
-        fragments = made.get_fragments()
-    else:
-        expression = pq.filters_to_expression(filters)
-        fragments = made.replace_schema(schema).get_fragments(expression)
-    for fragment in fragments:
-        yield fragment.path
 
 
 def _factory_options(folder: FileLocation, partitioning: Any) -> ds.FileSystemFactoryOptions:
@@ -502,20 +476,13 @@ def _read_table(keys: KeyService, location: FileLocation, request: ReadRequest, 
     finds_index = bool(options.table.get("use_pandas_metadata"))
     wanted = tuple if finds_index else request.wanted
     files = _DataSetFiles(keys, location, request, of_files, paths, wanted=wanted, is_single_file=is_single_file)
-    make = partial(
-        _DataSetFiles.dataset,
-        partitioning=partitioning,
-        schema=schema,
-        knows_denied=knows_denied,
-        reads_folder_names=reads_folder_names,
-    )
-    dataset = make(files)
+    dataset = files.dataset(partitioning, schema, knows_denied=knows_denied, reads_folder_names=reads_folder_names)
     if finds_index and request.columns is not None:
-        index = set(_pandas_index(dataset.schema.metadata)) - set(request.columns)
-        if index:
-            request = replace(request, columns=[*request.columns, *sorted(index)])
-            files = _DataSetFiles(keys, location, request, of_files, files.paths, is_single_file=is_single_file)
-            dataset = make(files)
+        metadata = json.loads((dataset.schema.metadata or {}).get(b"pandas", b"{}"))
+        index = {name for name in metadata.get("index_columns", ()) if isinstance(name, str)}
+        if index := index - set(request.columns):
+            with_index = replace(request, columns=[*request.columns, *sorted(index)])
+            return _read_table(keys, location, with_index, options)
     expression = None if request.filters is None else pq.filters_to_expression(request.filters)
     known = files.names
     names = None if request.columns is None else [name for name in request.columns if not files.hides(name)]

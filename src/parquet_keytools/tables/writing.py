@@ -7,7 +7,7 @@ import inspect
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -26,10 +26,9 @@ from parquet_keytools.encryption.aad import (
 )
 from parquet_keytools.encryption.file_encryption import StreamedFile, read_plaintext_footer
 from parquet_keytools.errors import ConfigurationError, FormatLimitError, OutputError
-from parquet_keytools.files.conversion import new_file_encryption
 from parquet_keytools.files.field_labels import labels_of_schema
 from parquet_keytools.files.key_service import TablePolicy, no_one_value
-from parquet_keytools.files.replacement import NewKeyMaterial, put_in_place
+from parquet_keytools.files.placement import KeyMaterials, put_in_place
 from parquet_keytools.runtime.threads_and_forks import ExceptionWatch, OwnerProcess, leave_to_parent
 from parquet_keytools.storage.local_files import failing_as_output, refuse_in_child, without_leftovers
 from parquet_keytools.storage.locations import BufferSource, FileLocation
@@ -295,7 +294,7 @@ class _ByArrow:
         options: Mapping[str, Any],
     ) -> None:
         properties = encryptor.made_for(policy)[0]
-        self._new = NewKeyMaterial(pending.target)
+        self._target = pending.target
         self._row_groups = 0
         self._stream = pending.open_stream()
         try:
@@ -308,16 +307,16 @@ class _ByArrow:
     def write(self, table: pa.Table, row_group_size: int | None) -> None:
         size = min(row_group_size or MAX_ROW_GROUP_ROWS, max(table.num_rows, 1))
         self._row_groups += max(-(-table.num_rows // size), 1) if size > 0 else 0
-        refuse_more_than_ordinals(self._new.parquet_file, row_groups=self._row_groups)
+        refuse_more_than_ordinals(self._target, row_groups=self._row_groups)
         self._writer.write_table(table, row_group_size)
 
     def add_key_value_metadata(self, entries: Mapping[Any, Any]) -> None:
         self._writer.add_key_value_metadata(entries)
 
-    def finish(self) -> NewKeyMaterial:
+    def finish(self) -> KeyMaterials | None:
         self._writer.close()
         self._stream.close()
-        return self._new
+        return None
 
     def abandon(self) -> None:
         for close in (self._writer.close, self._stream.close):
@@ -346,7 +345,7 @@ class _ByModuleEncryptor:
         self._plain_schema = schema.remove_metadata()
         self._plain_options = {**options, "store_schema": False}
         self._entries: dict[Any, Any] = {}
-        self._first = self._template()
+        self._first, self.schema = self._in_memory(schema, options)
         self._opened = contextlib.ExitStack()
         self._file: StreamedFile | None = None
         if not policy.table.value_columns:
@@ -354,11 +353,11 @@ class _ByModuleEncryptor:
 
     def _begin(self, policy: TablePolicy) -> StreamedFile:
         """Begin the file, with the keys of the values that its columns have."""
-        encryption, self._new = new_file_encryption(self._keys, policy, self._pending.target)
+        self._new = self._keys.new_file_keys(policy, self._pending.target)
         self._policy = policy
         try:
             sink = self._opened.enter_context(self._pending.open_sink())
-            self._file = StreamedFile(sink, encryption, self._first)
+            self._file = StreamedFile(sink, self._new.encryption, self._first)
         except BaseException:
             self._opened.close()
             raise
@@ -374,21 +373,17 @@ class _ByModuleEncryptor:
                 raise no_one_value(self._path, f"a row group has another value of {columns} than the first")
         return self._file or self._begin(policy)
 
-    def _template(self) -> BufferSource:
-        def write_nothing(writer: pq.ParquetWriter) -> None:
-            self.schema = writer.schema
-            if self._entries:
-                writer.add_key_value_metadata(self._entries)
-
-        return self._in_memory(self._whole_schema, self._options, write_nothing)
-
     def _in_memory(
-        self, schema: pa.Schema, options: Mapping[str, Any], write: Callable[[pq.ParquetWriter], None]
-    ) -> BufferSource:
+        self, schema: pa.Schema, options: Mapping[str, Any], table: pa.Table | None = None
+    ) -> tuple[BufferSource, pa.Schema]:
+        """Return a plain file of one row group, or a footer with the key-value metadata so far, and its schema."""
         buffer = pa.BufferOutputStream()
         with pq.ParquetWriter(buffer, schema, **options) as writer:
-            write(writer)
-        return BufferSource(self._path, buffer.getvalue())
+            if table is not None:
+                writer.write_table(table, max(table.num_rows, 1))
+            elif self._entries:
+                writer.add_key_value_metadata(self._entries)
+        return BufferSource(self._path, buffer.getvalue()), writer.schema
 
     def write(self, table: pa.Table, row_group_size: int | None) -> None:
         size = min(table.num_rows, MAX_ROW_GROUP_ROWS) if row_group_size is None else row_group_size
@@ -396,22 +391,18 @@ class _ByModuleEncryptor:
             part = table.slice(start, size)
             if self._policy.table.value_columns and not part.num_rows:
                 continue
-            row_group = self._in_memory(
-                self._plain_schema,
-                self._plain_options,
-                lambda writer, part=part: writer.write_table(part, max(part.num_rows, 1)),  # type: ignore[misc]
-            )
+            row_group, _ = self._in_memory(self._plain_schema, self._plain_options, part)
             self._for(row_group).append(row_group)
 
     def add_key_value_metadata(self, entries: Mapping[Any, Any]) -> None:
         self._entries.update(entries)
 
-    def finish(self) -> NewKeyMaterial:
-        template = self._template()
+    def finish(self) -> KeyMaterials | None:
+        template, _ = self._in_memory(self._whole_schema, self._options)
         file = self._file or self._for(template)
         with self._opened:
             file.finish(template)
-        return self._new
+        return self._new.key_materials
 
     def abandon(self) -> None:
         with contextlib.suppress(OSError, OutputError):
@@ -628,7 +619,6 @@ def write_dataset(
         raise TypeError(f"{name} is not supported: {_REFUSED[name]}")
     if not overwrite and options.get("existing_data_behavior") == "delete_matching":
         raise ValueError("overwrite=False and existing_data_behavior='delete_matching' contradict each other.")
-    options |= _row_limits(options)
     write_options = without_ours(write_options)
     schema = options.get("schema")
     if isinstance(data, Iterator) and schema is not None:
@@ -648,6 +638,7 @@ def write_dataset(
     schema = pa.schema([field for field in schema if field.name not in partition_names])
     paths = arrow_leaf_paths(schema, write_options)
     refuse_more_than_ordinals(folder, columns=len(paths))
+    options |= _row_limits(options, len(paths))
     policy = keys.policy(table_name, paths, partial(labels_of_schema, schema), key_values)
     policy.refuse_folder_names(partition_names)
     reasons = arrow_limits(policy, write_options)
@@ -681,7 +672,6 @@ def write_dataset(
         rows.append(written.metadata.num_rows)
         row_groups.append(written.metadata.num_row_groups)
 
-    options = {**_row_group_options(len(paths), options), **options}
     try:
         with failing_as_output(folder), refusing_beyond_ordinals(folder):
             ds.write_dataset(
@@ -709,8 +699,8 @@ _VALUE_BYTES = 16
 """Assumed length of a value."""
 
 
-def _row_limits(options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the limits of rows that a caller gave: pyarrow takes some negative numbers for large numbers."""
+def _row_limits(options: Mapping[str, Any], column_count: int) -> dict[str, int]:
+    """Return the limits of rows, given or by default: pyarrow takes some negative numbers for large ones."""
     least = {"max_rows_per_file": 0, "max_rows_per_group": 1, "min_rows_per_group": 0}
     limits = {name: whole_number(name, options[name], least=least[name]) for name in least.keys() & options.keys()}
     file_rows = limits.get("max_rows_per_file") or None
@@ -723,16 +713,10 @@ def _row_limits(options: Mapping[str, Any]) -> dict[str, int]:
         raise ValueError(
             f"min_rows_per_group is {limits['min_rows_per_group']}, more than max_rows_per_group, {group_rows}."
         )
+    # By default, pyarrow makes a row group of each batch.
+    rows = max(_ROW_GROUP_BYTES // (_VALUE_BYTES * max(column_count, 1)), 1024)
+    limits.setdefault("min_rows_per_group", min(group_rows, MAX_ROW_GROUP_ROWS, rows))
     return limits
-
-
-def _row_group_options(column_count: int, options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the fewest rows of a row group: by default, pyarrow makes a row group of each batch."""
-    if "min_rows_per_group" in options:
-        return {}
-    limits = [options.get(name) for name in ("max_rows_per_group", "max_rows_per_file")]
-    most = min([MAX_ROW_GROUP_ROWS, *(limit for limit in limits if limit)])
-    return {"min_rows_per_group": min(most, max(_ROW_GROUP_BYTES // (_VALUE_BYTES * max(column_count, 1)), 1024))}
 
 
 def _partitioning(

@@ -61,6 +61,8 @@ _OF_CONVERTED = {
 _NANOSECONDS = {1: 1_000_000, 2: 1_000, 3: 1}
 """Field id in the union TimeUnit -> nanoseconds."""
 
+_JULIAN_DAY_OF_1970 = 2_440_588
+
 _MOST_DIGITS = 4_300
 """Most digits of a decimal, as of the text of a Python integer."""
 
@@ -120,7 +122,7 @@ def digest_kind(leaf: SchemaElement) -> DigestKind:
     if physical in (_FLOAT, _DOUBLE):
         return DigestKind("float", _float)
     if physical == _INT96:
-        return DigestKind("timestamp", bytes)  # As decimal digits.
+        return DigestKind("timestamp", _int96)
     if logical == _DECIMAL_TYPE and physical in (_INT32, _INT64, _BYTE_ARRAY, _FIXED):
         scale = _number(facts, 1) if facts is not None else _number(of, _SCALE)
         return DigestKind("number", _decimal(scale or 0))
@@ -131,7 +133,8 @@ def digest_kind(leaf: SchemaElement) -> DigestKind:
             nanoseconds = _NANOSECONDS[unit]
             name = "time" if logical == _TIME_TYPE else "timestamp"
             return DigestKind(name, lambda value: _decimal_text(value * nanoseconds))
-        if logical == _INTEGER_TYPE and not _is_signed(facts):
+        is_signed = None if facts is None else facts.entry(2)
+        if logical == _INTEGER_TYPE and not (is_signed is not None and is_signed[0] is WireType.TRUE):
             mask = (1 << (32 if physical == _INT32 else 64)) - 1
             return DigestKind("number", lambda value: _decimal_text(value & mask))
         return DigestKind("number", _decimal_text)
@@ -180,25 +183,18 @@ def _logical_type(of: Struct) -> tuple[int | None, Struct | None, int]:
     entry = of.entry(_LOGICAL_TYPE)
     if entry is not None and entry[0] is WireType.STRUCT:
         for logical, (wire_type, facts) in entry[1].fields.items():
-            if wire_type is WireType.STRUCT:
-                return _known(logical, facts)
+            if wire_type is not WireType.STRUCT:
+                continue
+            if logical not in (_TIME_TYPE, _TIMESTAMP_TYPE):
+                return logical, facts, 0
+            of_time = facts.entry(2)
+            has_unit = of_time is not None and of_time[0] is WireType.STRUCT
+            unit = next(iter(of_time[1].fields), 0) if has_unit else 0
+            # Of an unknown unit, the numbers as they are.
+            return (logical, facts, unit) if unit in _NANOSECONDS else (None, facts, 0)
     converted = _number(of, _CONVERTED_TYPE)
     logical, unit = _OF_CONVERTED.get(-1 if converted is None else converted, (None, 0))
     return logical, None, unit
-
-
-def _known(logical: int, facts: Struct) -> tuple[int | None, Struct, int]:
-    unit = facts.entry(2)
-    if logical not in (_TIME_TYPE, _TIMESTAMP_TYPE):
-        return logical, facts, 0
-    found = next(iter(unit[1].fields), 0) if unit is not None and unit[0] is WireType.STRUCT else 0
-    # Of an unknown unit, the numbers as they are.
-    return (logical, facts, found) if found in _NANOSECONDS else (None, facts, 0)
-
-
-def _is_signed(facts: Struct | None) -> bool:
-    entry = None if facts is None else facts.entry(2)
-    return entry is not None and entry[0] is WireType.TRUE
 
 
 def _number(of: Struct, field_id: int) -> int | None:
@@ -208,6 +204,12 @@ def _number(of: Struct, field_id: int) -> int | None:
 
 def _decimal_text(value: int) -> bytes:
     return b"%d" % value
+
+
+def _int96(value: bytes) -> bytes:
+    """Return nanoseconds since 1970 of the nanoseconds of a day and its Julian number."""
+    nanoseconds, day = struct.unpack("<qi", value)
+    return _decimal_text((day - _JULIAN_DAY_OF_1970) * 86_400 * 10**9 + nanoseconds)
 
 
 def _decimal(scale: int) -> Canonical:
@@ -379,15 +381,15 @@ class StandIn:
 
     def _digests(self, pages: memoryview, secret: SecretBytes) -> pa.Table:
         """Return the column with digests in place of its values."""
-        table = self._decoded(pages, "ns")
-        nanoseconds = None
-        if self.chain[-1].type == _INT96:
-            # Nanoseconds overflow for distant years, and microseconds are not exact.
-            nanoseconds, table = _leaf_of(_array(table)), self._decoded(pages, "us")
-        column = _array(table)
-        leaf = _leaf_of(column)
-        if nanoseconds is not None:
-            leaf = _exact_text(leaf.cast(pa.int64()), nanoseconds.cast(pa.int64()))
+        # As pyarrow reads it without annotations: a list for each repeated field.
+        file = pq.ParquetFile(pa.BufferReader(self._file_of(pages)), pre_buffer=False)
+        # All threads of Arrow may be waiting for this one.
+        table = file.read(use_threads=False)
+        chunks = table.column(0).chunks or [pa.array([], table.schema.field(0).type)]
+        column = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+        leaf = column
+        while pa.types.is_nested(leaf.type):
+            leaf = leaf.field(0) if pa.types.is_struct(leaf.type) else leaf.values
         encoded = leaf.dictionary_encode()
         digests = _with_leaf(column, self._of_distinct(encoded.dictionary, secret).take(encoded.indices))
         return pa.table([digests], schema=pa.schema([table.schema.field(0).with_type(digests.type)]))
@@ -403,20 +405,14 @@ class StandIn:
             )
         return pa.concat_arrays(parts)
 
-    def _decoded(self, pages: memoryview, int96_unit: str) -> pa.Table:
-        """Return the column as pyarrow reads it without annotations: a list for each repeated field."""
-        file = pq.ParquetFile(
-            pa.BufferReader(self._file_of(pages)), pre_buffer=False, coerce_int96_timestamp_unit=int96_unit
-        )
-        # All threads of Arrow may be waiting for this one.
-        return file.read(use_threads=False)
-
     def _file_of(self, pages: memoryview) -> pa.Buffer:
         """Return a Parquet file with this chunk only."""
         moved = self.region.offset - len(MAGIC)
         metadata = ColumnMetaData()
         old = self.metadata
-        metadata.type, metadata.path_in_schema, metadata.codec = old.type, old.path_in_schema, old.codec
+        metadata.path_in_schema, metadata.codec = old.path_in_schema, old.codec
+        # pyarrow's timestamps are not exact for distant years.
+        metadata.type = _FIXED if old.type == _INT96 else old.type
         encodings = old.struct.entry(_ENCODINGS_FIELD_ID)
         if encodings is not None:
             metadata.struct.set_entry(_ENCODINGS_FIELD_ID, encodings)
@@ -439,42 +435,20 @@ class StandIn:
         root.num_children = 1
         footer = FileMetaData()
         footer.version = 2
-        footer.schema = [root, *(_alone(element) for element in self.chain)]
+        schema = [root]
+        for element in self.chain:
+            alone = without_annotations(element)
+            if alone.num_children:
+                alone.num_children = 1
+            if alone.type == _INT96:
+                alone.type = _FIXED
+                alone.struct.set_entry(_TYPE_LENGTH, (WireType.I32, 12))
+            schema.append(alone)
+        footer.schema = schema
         footer.num_rows = self.num_rows
         footer.row_groups = [row_group]
         footer.created_by = self.created_by
         return pa.py_buffer(b"".join((MAGIC, pages, with_trailer(footer.serialise(), MAGIC))))
-
-
-def _alone(element: SchemaElement) -> SchemaElement:
-    """Return an element with at most one child, and without annotations."""
-    new = without_annotations(element)
-    if new.num_children:
-        new.num_children = 1
-    return new
-
-
-def _array(table: pa.Table) -> pa.Array:
-    chunks = table.column(0).chunks
-    return (
-        chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks or [pa.array([], table.schema.field(0).type)])
-    )
-
-
-def _exact_text(microseconds: pa.Array, nanoseconds: pa.Array) -> pa.Array:
-    """Return timestamps as decimal digits of nanoseconds, which may need more than 64 bits."""
-    pairs = zip(microseconds.to_pylist(), nanoseconds.to_pylist(), strict=True)
-    exact = [
-        None if micros is None else micros * 1000 + (nanos - micros * 1000) % (1 << 64) for micros, nanos in pairs
-    ]
-    return pa.array([None if value is None else b"%d" % value for value in exact], pa.binary())
-
-
-def _leaf_of(column: pa.Array) -> pa.Array:
-    """Return the values of the only leaf of a column."""
-    while pa.types.is_nested(column.type):
-        column = column.field(0) if pa.types.is_struct(column.type) else column.values
-    return column
 
 
 def _with_leaf(column: pa.Array, leaf: pa.Array) -> pa.Array:

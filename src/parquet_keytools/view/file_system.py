@@ -10,7 +10,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,13 +23,13 @@ from parquet_keytools import audit
 from parquet_keytools.errors import KEY_REFUSALS, ConfigurationError, KeytoolsError, KmsError, OutputError
 from parquet_keytools.files.conversion import encrypt_pending, rekey_file
 from parquet_keytools.files.key_service import KeyService
+from parquet_keytools.files.placement import put_in_place
 from parquet_keytools.files.plaintext_spool import PlaintextSpool, SpoolRoom
-from parquet_keytools.files.replacement import put_in_place
 from parquet_keytools.files.table_check import names_in_folders
 from parquet_keytools.format.file_layout import MAGIC, MAGIC_ENCRYPTED_FOOTER
-from parquet_keytools.keys.material_store import remove_key_materials
+from parquet_keytools.keys.material_store import parquet_file_of, remove_key_materials
 from parquet_keytools.runtime.presentation import escaped_path
-from parquet_keytools.runtime.threads_and_forks import ExceptionWatch, ForkSafeLock, OwnerProcess, share_with_arrow
+from parquet_keytools.runtime.threads_and_forks import ExceptionWatch, OwnerProcess, share_with_arrow
 from parquet_keytools.storage.local_files import (
     belongs_to_writer,
     exclusive_folder,
@@ -39,7 +39,7 @@ from parquet_keytools.storage.local_files import (
 )
 from parquet_keytools.storage.locations import OBJECT_STORES, FileLocation, PathLike, arrow_filesystem, fsspec_of
 from parquet_keytools.storage.outputs import MadeFolders, discarded_unless_done, pending_output, write_whole
-from parquet_keytools.storage.walk import infos_in, is_utf8, leads_back, names_in, parquet_file_of
+from parquet_keytools.storage.walk import infos_in, is_utf8, leads_back, names_in
 from parquet_keytools.view.plain_file import PlainFiles, PlainInput
 
 _log = logging.getLogger(__name__)
@@ -358,15 +358,13 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
     def _refuse_misplaced(self, info: pafs.FileInfo) -> None:
         if info.type == pafs.FileType.File:
-            (error,) = self._files.misplaced(self._root.filesystem, [info])
-            if error is not None:
+            for error in self._files.misplaced(self._root.filesystem, [info]).values():
                 raise error
 
     def _listed(self, infos: list[pafs.FileInfo]) -> list[pafs.FileInfo]:
         """Return infos of a folder without files whose folders give values to their protected columns."""
         files = [info for info in infos if info.type == pafs.FileType.File]
-        errors = self._files.misplaced(self._root.filesystem, files)
-        hidden = {info.path: error for info, error in zip(files, errors, strict=True) if error is not None}
+        hidden = self._files.misplaced(self._root.filesystem, files)
         for error in hidden.values():
             _log.warning("not listed: %s", error)
         return [info for info in infos if info.path not in hidden]
@@ -411,7 +409,12 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = None, **options: Any
     ) -> Any:
         """Yield folders and files; a folder that cannot be listed is an error, and not empty as in fsspec."""
-        return super().walk(path, maxdepth, topdown, on_error or _raise_unless_missing, **options)
+
+        def raise_unless_missing(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
+        return super().walk(path, maxdepth, topdown, on_error or raise_unless_missing, **options)
 
     def modified(self, path: str) -> datetime.datetime:
         """Return when a file was last changed."""
@@ -613,11 +616,6 @@ def _refuse_linked_partitions(location: FileLocation) -> None:
                 _refuse_link(FileLocation(location.filesystem, str(folder)))
 
 
-def _raise_unless_missing(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise error
-
-
 class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
     """pyarrow's handler, with the root of a view, and with links as in Arrow's local file system."""
 
@@ -671,27 +669,15 @@ class PlainView(KeytoolsFileSystem):
         return stripped.strip("/") if isinstance(stripped, str) else stripped
 
 
-_MOST_RESTORED = 16
-_restored_before: list[KeytoolsFileSystem] = []
-_restored_lock = ForkSafeLock()
-
-
 def _restored(
-    keytools: Any,
-    table_name: str | None,
-    below: Any,
-    root: FileLocation | None,
-    aad_prefix: str | bytes | None,
+    keytools: Any, table_name: str | None, below: Any, root: FileLocation | None, aad_prefix: str | bytes | None
 ) -> KeytoolsFileSystem:
-    """Return one file system for all tasks of a worker process, which share KEKs and connections."""
     if root is None:
-        made: KeytoolsFileSystem = keytools.filesystem(table_name, below)
-    else:
-        made = keytools.view(root, table_name=table_name, aad_prefix=aad_prefix)
-    with _restored_lock:
-        for restored in _restored_before:
-            if restored == made:
-                return restored
-        _restored_before.append(made)
-        del _restored_before[:-_MOST_RESTORED]
-    return made
+        return _first_of_equals(keytools.filesystem(table_name, below))
+    return _first_of_equals(keytools.view(root, table_name=table_name, aad_prefix=aad_prefix))
+
+
+@lru_cache(maxsize=16)
+def _first_of_equals(restored: KeytoolsFileSystem) -> KeytoolsFileSystem:
+    """Return one file system for all tasks of a worker process, which share KEKs and connections."""
+    return restored

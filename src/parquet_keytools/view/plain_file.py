@@ -199,9 +199,7 @@ class _TailBuilder:
     ) -> RowGroup:
         new: RowGroup = row_group.shallow_copy()
         new.columns = columns = [
-            self._digests(row_group_ordinal, ordinal)
-            if (row_group_ordinal, ordinal) in self._stand_ins
-            else self._chunk(row_group_ordinal, ordinal, row_group.num_rows, all_metadata[ordinal])
+            self._chunk(row_group_ordinal, ordinal, row_group.num_rows, all_metadata[ordinal])
             for ordinal in self.selection.column_ordinals
         ]
         if not self._denied:
@@ -219,21 +217,20 @@ class _TailBuilder:
         shown, _ = shown_row_group(new, self._refused_positions)
         return shown
 
-    def _digests(self, row_group_ordinal: int, ordinal: int) -> ColumnChunk:
-        stand_in = self._stand_ins[row_group_ordinal, ordinal]
-        return generated_chunk(
-            self._types[ordinal],
-            self._opened.footer.columns[ordinal].path,
-            stand_in.metadata.num_values,
-            stand_in.offset,
-            stand_in.length,
-            has_levels=highest_levels(stand_in.chain) != (0, 0),
-        )
-
     def _chunk(
         self, row_group_ordinal: int, ordinal: int, num_rows: int, metadata: ColumnMetaData | None
     ) -> ColumnChunk:
         column = self._opened.footer.columns[ordinal]
+        stand_in = self._stand_ins.get((row_group_ordinal, ordinal))
+        if stand_in is not None:
+            return generated_chunk(
+                self._types[ordinal],
+                column.path,
+                stand_in.metadata.num_values,
+                stand_in.offset,
+                stand_in.length,
+                has_levels=highest_levels(stand_in.chain) != (0, 0),
+            )
         if ordinal in self.nulls:
             page = null_page(num_rows, *self.nulls[ordinal])
             offset = self._offset + len(self.generated)
@@ -246,14 +243,11 @@ class _TailBuilder:
         if column.encryption is ColumnEncryption.PLAINTEXT:
             return chunk
         new: ColumnChunk = chunk.shallow_copy()
-        bloom_filter_length = metadata.bloom_filter_length
-        if bloom_filter_length is not None:
+        if metadata.bloom_filter_length is not None:
             metadata = metadata.shallow_copy()
-            metadata.bloom_filter_length = _shorter(bloom_filter_length, 2)
-        if new.column_index_length is not None:
-            new.column_index_length = _shorter(new.column_index_length, 1)
-        if new.offset_index_length is not None:
-            new.offset_index_length = _shorter(new.offset_index_length, 1)
+            metadata.bloom_filter_length = _shorter(metadata.bloom_filter_length, 2)
+        new.column_index_length = _shorter(new.column_index_length, 1)
+        new.offset_index_length = _shorter(new.offset_index_length, 1)
         new.meta_data = metadata
         new.crypto_metadata = None
         new.encrypted_column_metadata = None
@@ -270,7 +264,9 @@ class _TailBuilder:
         return schema
 
 
-def _shorter(length: int, modules: int) -> int:
+def _shorter(length: int | None, modules: int) -> int | None:
+    if length is None:
+        return None
     if length < modules * GCM_FRAMING:
         raise ParquetFormatError(f"{length} bytes are too short for an encrypted module.")
     return length - modules * GCM_FRAMING
@@ -398,9 +394,20 @@ class PlainFile:
         except ParquetFormatError as error:
             raise ParquetFormatError(str(error), path=self.path) from None
         digested = {column.ordinal for column in footer.columns if column.path in digests}
-        stand_ins = self._arranged_stand_ins(
-            [region for region in arranged_regions if region.column_ordinal in digested], all_metadata
-        )
+        offset = footer.envelope.footer_offset
+        # Digests lie one behind the other from where the footer of the file begins.
+        chains = leaf_chains(footer.metadata.schema) if digested else []
+        for region in sorted(region for region in arranged_regions if region.column_ordinal in digested):
+            of_chunk = all_metadata[region.row_group_ordinal][region.column_ordinal]
+            assert of_chunk is not None
+            chain = chains[region.column_ordinal]
+            num_rows = footer.row_groups[region.row_group_ordinal].num_rows
+            if of_chunk.num_values < 0 or num_rows < 0:
+                raise ParquetFormatError("a chunk has a negative number of values.", path=self.path)
+            created_by = footer.metadata.created_by
+            stand_in = StandIn(chain, digest_kind(chain[-1]), of_chunk, region, num_rows, created_by, offset)
+            self._stand_ins.append(stand_in)
+            offset = stand_in.end
         self._regions = [
             region for region in arranged_regions if region.length != 0 and region.column_ordinal not in digested
         ]
@@ -412,36 +419,11 @@ class PlainFile:
             elif region.kind is RegionKind.PAGES:
                 start, _ = self._row_groups.get(row_group, (region.offset, 0))
                 self._row_groups[row_group] = (start, _end_of(region))
-        offset = footer.envelope.footer_offset + gap
-        self._stand_ins = stand_ins
-        if stand_ins:
-            offset = stand_ins[-1].end
-        places = {(found.region.row_group_ordinal, found.region.column_ordinal): found for found in stand_ins}
+        if not self._stand_ins:
+            offset += gap
+        places = {(one.region.row_group_ordinal, one.region.column_ordinal): one for one in self._stand_ins}
         self._tail = _TailBuilder(opened, denied_columns, offset, places).tail(all_metadata)
         self.size_bytes = self._tail.offset + len(self._tail.data)
-
-    def _arranged_stand_ins(
-        self, regions: list[Region], all_metadata: list[list[ColumnMetaData | None]]
-    ) -> list[StandIn]:
-        """Return the digests of chunks, one behind the other from where the footer of the file begins."""
-        found: list[StandIn] = []
-        if not regions:
-            return found
-        footer = self._opened.footer
-        chains = leaf_chains(footer.metadata.schema)
-        offset = footer.envelope.footer_offset
-        for region in sorted(regions):
-            metadata = all_metadata[region.row_group_ordinal][region.column_ordinal]
-            assert metadata is not None
-            chain = chains[region.column_ordinal]
-            num_rows = footer.row_groups[region.row_group_ordinal].num_rows
-            if metadata.num_values < 0 or num_rows < 0:
-                raise ParquetFormatError("a chunk has a negative number of values.", path=self.path)
-            created_by = footer.metadata.created_by
-            kind = digest_kind(chain[-1])
-            found.append(StandIn(chain, kind, metadata, region, num_rows, created_by, offset))
-            offset = found[-1].end
-        return found
 
     # --- Reading -------------------------------------------------------------------------------------------
 
@@ -481,10 +463,13 @@ class PlainFile:
             if offset < body_end:
                 self._read_body(offset, out[: body_end - offset])
             start, stop = max(offset, pages_end), min(end, tail.offset)
-            if self._stand_ins and start < stop:
-                self._read_digests(start, out[start - offset : stop - offset])
-            elif start < stop:
+            if start < stop and not self._stand_ins:
                 _blank(out[start - offset : stop - offset])
+            for chunk in self._stand_ins:
+                first, last = max(start, chunk.offset), min(stop, chunk.end)
+                if first < last:
+                    data = self._digests(chunk)[first - chunk.offset : last - chunk.offset]
+                    out[first - offset : last - offset] = data
         if offset < MAGIC_LENGTH:
             out[: MAGIC_LENGTH - offset] = MAGIC[offset:end]
         if end > tail.offset:
@@ -522,39 +507,30 @@ class PlainFile:
         if self._ciphers[region.column_ordinal] is None:
             out[:] = source.read_at(offset, len(out))
         elif region.kind is RegionKind.PAGES:
-            self._chunk_view(position, region).read_into(source, offset, out)
+            with self._lock:
+                view = self._views.get(position)
+                if view is None:
+                    view = self._views[position] = self._new_chunk_view(region)
+            view.read_into(source, offset, out)
         else:
             data = self._decrypted(region, source)[offset - region.offset :][: len(out)]
             out[: len(data)] = data
             _blank(out[len(data) :])
 
-    def _chunk_view(self, position: int, region: Region) -> ChunkView:
-        with self._lock:
-            view = self._views.get(position)
-            if view is None:
-                view = self._views[position] = self._new_chunk_view(region)
-            return view
-
     def _new_chunk_view(self, region: Region) -> ChunkView:
         place = region.row_group_ordinal, region.column_ordinal
         index = self._index_places.get(place)
+        # No cycle of references: a view that is no longer used closes its file at once.
+        decrypted = functools.partial(PlainFile._decrypted, weakref.proxy(self))
         return ChunkView(
             self._number,
             region,
             self._reader(region),
             self._cache,
             expects_dictionary_page=place in self._with_dictionary,
-            offset_index=None if index is None else self._reader_of(index),
+            offset_index=None if index is None else functools.partial(decrypted, index),
             piece_length=_LOCAL_PIECE if self._opened.location.is_local else region.limit,
         )
-
-    def _read_digests(self, offset: int, out: memoryview) -> None:
-        end = offset + len(out)
-        for chunk in self._stand_ins:
-            start, stop = max(offset, chunk.offset), min(end, chunk.end)
-            if start < stop:
-                data = self._digests(chunk)[start - chunk.offset : stop - chunk.offset]
-                out[start - offset : stop - offset] = data
 
     def _digests(self, chunk: StandIn) -> memoryview:
         """Return the digests of a chunk; one thread makes them at a time."""
@@ -582,16 +558,6 @@ class PlainFile:
         assert cipher is not None
         footer = self._opened.footer
         return ChunkCipher(cipher, footer.algorithm, region.row_group_ordinal, region.column_ordinal)
-
-    def _reader_of(self, index: Region) -> Callable[[ByteSource], memoryview]:
-        # No cycle of references: a view that is no longer used closes its file at once.
-        this = weakref.proxy(self)
-
-        def read(source: ByteSource) -> memoryview:
-            found: memoryview = this._decrypted(index, source)
-            return found
-
-        return read
 
     def _decrypted(self, region: Region, source: ByteSource) -> memoryview:
         """Return an index or a Bloom filter in plaintext."""
@@ -778,15 +744,13 @@ class PlainFiles:
             if len(kept) > most:
                 kept.popitem(last=False)
 
-    def misplaced(
-        self, filesystem: pafs.FileSystem, infos: Sequence[pafs.FileInfo]
-    ) -> list[FolderNameError | None]:
-        """Return the error for each file of a folder whose folders give values to its protected columns."""
+    def misplaced(self, filesystem: pafs.FileSystem, infos: Sequence[pafs.FileInfo]) -> dict[str, FolderNameError]:
+        """Return path -> error of files of a folder whose folders give values to their protected columns."""
         # Files in folders without `name=value` are not opened. Of the others, the footers are read, many together;
         # the answer is remembered for each length and time of a file.
         keys = [(info.path, info.size, info.mtime_ns) for info in infos]
         if not infos or not names_in_folders(infos[0].path):
-            return [None] * len(infos)
+            return {}
         with self._lock:
             found = {key: self._misplaced[key] for key in keys if key in self._misplaced}
         new = [key for key in keys if key not in found]
@@ -795,11 +759,11 @@ class PlainFiles:
             for key, answer in zip(some, self._look(filesystem, [path for path, _, _ in some]), strict=True):
                 found[key] = answer
                 self._keep(self._misplaced, key, answer, _MOST_LISTED)
-        answers = [found[key] for key in keys]
-        return [
-            None if answer is None else FolderNameError(str(FileLocation(filesystem, info.path)), *answer)
-            for info, answer in zip(infos, answers, strict=True)
-        ]
+        return {
+            path: FolderNameError(str(FileLocation(filesystem, path)), *answer)
+            for (path, _, _), answer in found.items()
+            if answer is not None
+        }
 
     def _look(self, filesystem: pafs.FileSystem, paths: Sequence[str]) -> list[_Misplacement | None]:
         locations = [FileLocation(filesystem, path) for path in paths]

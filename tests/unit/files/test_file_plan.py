@@ -2,12 +2,12 @@ import os
 from pathlib import Path
 
 import pytest
+from delegating_handler import DelegatingHandler
 from pyarrow import fs as pafs
 
 from parquet_keytools.errors import OutputError, ParquetFormatError
 from parquet_keytools.files.conversion import FilePlan, plan_files
 from parquet_keytools.storage.locations import FileLocation
-from parquet_keytools.tables.file_systems import DelegatingHandler
 
 
 @pytest.fixture(params=["local", "other"])

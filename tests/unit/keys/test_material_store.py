@@ -11,6 +11,7 @@ from parquet_keytools.errors import KeyMaterialError, OutputError, ParquetFormat
 from parquet_keytools.keys import material_store
 from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.keys.material_store import (
+    key_material_location,
     parse_key_materials,
     read_key_materials,
     remove_key_materials,
@@ -18,7 +19,7 @@ from parquet_keytools.keys.material_store import (
     write_key_materials,
 )
 from parquet_keytools.storage.local_files import identity_of_folder
-from parquet_keytools.storage.locations import FileLocation, key_material_location
+from parquet_keytools.storage.locations import FileLocation
 
 MATERIALS = {
     "footerKey": KeyMaterial(True, "kf", "d2Rlaw==", bytes(16), "d2tlaw=="),

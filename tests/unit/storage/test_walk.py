@@ -14,6 +14,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
+from delegating_handler import DelegatingHandler
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs as pafs
 
@@ -22,7 +23,6 @@ from parquet_keytools.errors import NoParquetFilesError, OutputError
 from parquet_keytools.storage import walk
 from parquet_keytools.storage.locations import FileLocation
 from parquet_keytools.storage.walk import LeftOut, LeftOutReason, ParquetFile, Unseen, data_set
-from parquet_keytools.tables.file_systems import DelegatingHandler
 
 
 @pytest.fixture

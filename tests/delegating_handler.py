@@ -1,0 +1,78 @@
+"""A file system of Arrow that passes every call on to another one, as a base of tests' own file systems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs as pafs
+
+from parquet_keytools.runtime.threads_and_forks import share_with_arrow
+
+
+class DelegatingHandler(pafs.FileSystemHandler):  # type: ignore[misc]
+    """Passes every call on to another file system."""
+
+    def __init__(self, filesystem: pafs.FileSystem) -> None:
+        self.filesystem = filesystem
+        share_with_arrow(self)
+
+    def get_type_name(self) -> str:
+        """Return the name of the file system underneath."""
+        return str(self.filesystem.type_name)
+
+    def normalize_path(self, path: str) -> str:
+        """Return the path in its usual form."""
+        return str(self.filesystem.normalize_path(path))
+
+    def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
+        """Return what is known of some paths."""
+        return list(self.filesystem.get_file_info(paths))
+
+    def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
+        """Return what is known of the files of a folder."""
+        return list(self.filesystem.get_file_info(selector))
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        """Create a folder."""
+        self.filesystem.create_dir(path, recursive=recursive)
+
+    def delete_dir(self, path: str) -> None:
+        """Delete a folder."""
+        self.filesystem.delete_dir(path)
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        """Delete what is in a folder."""
+        self.filesystem.delete_dir_contents(path, missing_dir_ok=missing_dir_ok)
+
+    def delete_root_dir_contents(self) -> None:
+        """Refuse to empty a whole file system."""
+        raise PermissionError("the contents of a whole file system are not deleted")
+
+    def delete_file(self, path: str) -> None:
+        """Delete a file."""
+        self.filesystem.delete_file(path)
+
+    def move(self, src: str, dest: str) -> None:
+        """Move a file."""
+        self.filesystem.move(src, dest)
+
+    def copy_file(self, src: str, dest: str) -> None:
+        """Copy a file."""
+        self.filesystem.copy_file(src, dest)
+
+    def open_input_stream(self, path: str) -> pa.NativeFile:
+        """Open a file for reading in order."""
+        return self.open_input_file(path)
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        """Open a file for reading by ranges."""
+        return self.filesystem.open_input_file(path)
+
+    def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
+        """Open a file for writing."""
+        return self.filesystem.open_output_stream(path, compression=None)
+
+    def open_append_stream(self, path: str, metadata: Any) -> pa.NativeFile:
+        """Refuse: Parquet files are not appended to."""
+        raise NotImplementedError("Parquet files are not appended to")
