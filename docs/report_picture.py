@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from parquet_keytools import Keytools
-from parquet_keytools.cli.report import html_lines
+from parquet_keytools.cli.report import html_page
 from parquet_keytools.protection_report import make_report
 from parquet_keytools.storage.locations import FileLocation
 
@@ -45,7 +45,7 @@ def sample_picture() -> str:
         pq.write_table(table, folder / "export.parquet")
         with Keytools.from_mapping(analyst) as reader:
             report = make_report(keytools, FileLocation.resolve(folder), {"analyst": reader, "owner": keytools})
-        page = "\n".join(html_lines(report)).replace(f"{name}/", "")
+        page = html_page(report).replace(f"{name}/", "")
     style = page[page.index("<style>") : page.index("</style>")] + "</style>"
     main = page[page.index("<main>") : page.index("</main>")] + "</main>"
     main = main.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')

@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 import zipfile
+from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,34 +27,7 @@ from parquet_keytools.runtime.operating_system import open_file
 from parquet_keytools.runtime.threads_and_forks import share_with_arrow
 
 MARK = "# Made by `parquet-keytools demo`.\n"
-CONFIGURATION = f"""{MARK}# Which column of the flights is encrypted with which master key.
-version: 1
-
-kms:
-  # A file on this machine that holds the master keys, encrypted with a passphrase.
-  type: keystore
-  path: keystore.json
-  # Only the owner may read this file. For important data, take the passphrase from the environment instead:
-  # `passphrase: ${{PARQUET_KEYTOOLS_PASSPHRASE}}` in place of this line.
-  passphrase_file: passphrase
-
-tables:
-  flights:
-    # The footer: schema, number of rows, and the place of each column.
-    footer_key: footer
-    column_keys:
-      # A reader without access to `pii` can still read the other columns.
-      pii: [tailnum]
-      times: [dep_time, sched_dep_time, arr_time, sched_arr_time, air_time, time_hour]
-    # The other columns are not secret. `footer_key` would encrypt them with the footer's key.
-    unlisted_columns: plaintext
-
-reading:
-  # An attacker may have put a plaintext file in place of an encrypted one.
-  plaintext_files: reject
-  # `hide` would read a table without the columns whose keys are refused.
-  denied_columns: error
-"""
+CONFIGURATION = resources.files("parquet_keytools").joinpath("demo.yaml").read_text("utf-8")
 
 
 def run(folder: Path, program: str = "parquet-keytools") -> None:

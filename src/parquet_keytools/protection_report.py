@@ -7,7 +7,7 @@ conform from the verification behind `verify`, and who reads a column from the K
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -46,7 +46,7 @@ _THREADS = 16
 # --- the report ---
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProtectingKey:
     """A key that protects columns.
 
@@ -64,7 +64,7 @@ class ProtectingKey:
     kind: Literal["master key", "data key"]
     key: str
     version: str | None
-    files: int
+    files: int = 0
     created: str | None = None
     created_note: str = ""
     first_modified: str | None = None
@@ -147,7 +147,7 @@ class ReportedFile:
     """Why its keys are not all proven; empty if they are."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Remark:
     """An exception, or something that was not examined.
 
@@ -161,10 +161,23 @@ class Remark:
     is_problem: bool
     text: str
     count: int = 0
-    examples: tuple[str, ...] = ()
+    examples: list[str] = field(default_factory=list)
+
+    def about(self, *names: str) -> Remark:
+        """Count names, and return this remark."""
+        self.count += len(names)
+        self.examples += names[: EXAMPLES - len(self.examples)]
+        return self
 
 
-@dataclass(frozen=True)
+class _Remarks(dict[str, Remark]):
+    """Text -> remark: a folder may have millions of files."""
+
+    def add(self, text: str, *names: str, is_problem: bool = False) -> None:
+        self.setdefault(text, Remark(is_problem, text)).about(*names)
+
+
+@dataclass
 class ProtectionReport:
     """What was found.
 
@@ -187,30 +200,68 @@ class ProtectionReport:
         failures: The errors of files whose keys could not be proven.
     """
 
-    paths: tuple[str, ...]
-    made: str
-    verdict: str | None
-    conforms: bool | None
-    counts: Mapping[str, int]
-    exceptions: tuple[Remark, ...]
-    not_examined: tuple[Remark, ...]
-    keys: tuple[ProtectingKey, ...]
-    columns: tuple[ColumnReport, ...]
-    timeline: tuple[KeyVersion, ...]
-    readers: tuple[str, ...]
-    plaintext_files: tuple[str, ...]
-    not_parquet: tuple[str, ...]
-    files: tuple[ReportedFile, ...]
-    failures: tuple[Exception, ...] = field(default=(), repr=False)
-
-    @property
-    def has_problems(self) -> bool:
-        """Whether an exception needs action."""
-        return any(remark.is_problem for remark in self.exceptions)
+    paths: Sequence[str]
+    made: str = ""
+    verdict: str | None = None
+    conforms: bool | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    exceptions: list[Remark] = field(default_factory=list)
+    not_examined: list[Remark] = field(default_factory=list)
+    keys: list[ProtectingKey] = field(default_factory=list)
+    columns: list[ColumnReport] = field(default_factory=list)
+    timeline: list[KeyVersion] = field(default_factory=list)
+    readers: Sequence[str] = ()
+    plaintext_files: list[str] = field(default_factory=list)
+    not_parquet: list[str] = field(default_factory=list)
+    files: list[ReportedFile] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON document."""
         return {name: document_of(getattr(self, name)) for name in self.__dataclass_fields__ if name != "failures"}
+
+    def grouped(self, template_of: Callable[[str], str | None], most: int) -> ProtectionReport:
+        """Return a report for people, in which more than `most` keys of one template, in one version, are one."""
+        groups: dict[object, list[int]] = {}
+        for position, key in enumerate(self.keys):
+            template = template_of(key.key)
+            groups.setdefault((template, key.version) if template else position, []).append(position)
+        many = [group for group in groups.values() if len(group) > most]
+        merged = {position for group in many for position in group}
+        lines = sorted([*many, *([position] for position in range(len(self.keys)) if position not in merged)])
+        names = {self.keys[position].key for position in merged}
+        timeline = [version for version in self.timeline if version.key not in names]
+        return replace(self.with_keys(lines, template_of), timeline=timeline)
+
+    def with_keys(
+        self, lines: Iterable[Sequence[int]], template_of: Callable[[str], str | None] = lambda _: None
+    ) -> ProtectionReport:
+        """Return a report with these keys, by their positions here; keys of one line are one key."""
+        place = {position: number for number, line in enumerate(lines) for position in line}
+
+        def key_of(line: Sequence[int]) -> ProtectingKey:
+            members = [self.keys[position] for position in line]
+            if len(members) == 1:
+                return members[0]
+            return replace(
+                members[0],
+                key=f"{template_of(members[0].key)} ({len(members):,} values)",
+                files=sum(key.files for key in members),
+                created=min((key.created for key in members if key.created), default=None),
+                created_note=members[0].created_note or "the first of them",
+                first_modified=min((key.first_modified for key in members if key.first_modified), default=None),
+                last_modified=max((key.last_modified for key in members if key.last_modified), default=None),
+            )
+
+        def counted(column: ColumnReport) -> ColumnReport:
+            counts: Counter[int] = Counter()
+            for position, number in column.keys.items():
+                counts[place[position]] += number
+            return replace(column, keys=counts)
+
+        files = [replace(file, keys=tuple(sorted({place[key] for key in file.keys}))) for file in self.files]
+        columns = list(map(counted, self.columns))
+        return replace(self, keys=list(map(key_of, lines)), columns=columns, files=files)
 
 
 def make_report(
@@ -228,7 +279,7 @@ def make_report(
     `keytools` has the configuration of the auditor: its KMS opens the files. `readers` are configurations whose
     access is measured. `on_file` is called with each file when it is listed, and when it is verified.
     """
-    report = _Report(readers, keytools.configuration.template_of)
+    report = _Report(location, readers, keytools.configuration.template_of)
     report.look_around(location)
     options: dict[str, Any] = {"table_name": table_name, "aad_prefix": aad_prefix}
     files = keytools.key_inventory(location, **options)
@@ -237,14 +288,11 @@ def make_report(
         for file in batch:
             on_file(file)
     report.date_keys(keytools.kms)
-    checked: DataSetReport | FileReport | None = None
-    if verify:
-        if location.is_folder():
-            checked = keytools.verify_folder(location, on_progress=on_file, **options)
-        else:
-            checked = keytools.verify_file(location, **options)
-        report.add_verification(checked)
-    return report.end(location, checked)
+    if verify and location.is_folder():
+        report.add_verification(keytools.verify_folder(location, on_progress=on_file, **options))
+    elif verify:
+        report.add_verification(keytools.verify_file(location, **options))
+    return report.end()
 
 
 # --- access ---
@@ -296,56 +344,30 @@ def _request(use: UsedKey) -> UnwrapRequest | None:
 
 _KeyName = tuple[Literal["master key", "data key"], str, str | None]
 _ColumnName = tuple[Part, str]
-_FOOTER: _ColumnName = ("footer", "")
 
 
 def _column_of(use: UsedKey) -> _ColumnName:
     if use.is_footer:
-        return _FOOTER
+        return "footer", ""
     return ("hidden", "") if use.column is None else ("column", use.column)
 
 
-class _Some:
-    """How many names there are, and the first of them: a folder may have millions of files."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._first: list[str] = []
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, part: slice) -> list[str]:
-        return self._first[part]
-
-    def append(self, name: str) -> None:
-        self._count += 1
-        if len(self._first) < EXAMPLES:
-            self._first.append(name)
-
-
 class _Report:
-    """A report in the making."""
+    """A report in the making; its keys are in the order in which they were seen."""
 
-    def __init__(self, readers: Mapping[str, Keytools], template_of: Callable[[str], str | None]) -> None:
+    def __init__(
+        self, location: FileLocation, readers: Mapping[str, Keytools], template_of: Callable[[str], str | None]
+    ) -> None:
+        self._report = ProtectionReport(location.only or (str(location),), readers=tuple(readers))
+        self._report.counts = dict.fromkeys(("encrypted", "plaintext", "unreadable", "skipped", "not_parquet"), 0)
         self._template_of = template_of
         self._readers = {name: _Reader(reader.kms) for name, reader in readers.items()}
-        self._modified: dict[str, datetime | None] = {}
-        self._left_out: dict[LeftOutReason, _Some] = defaultdict(_Some)
-        self._not_parquet: list[str] = []
+        self._modified: dict[str, str | None] = {}
         self._columns: dict[_ColumnName, ColumnReport] = {}
         self._positions: dict[_KeyName, int] = {}
-        self._key_files: Counter[int] = Counter()
-        self._key_times: dict[int, tuple[datetime, datetime]] = {}
         self._dates: dict[str, dict[str | None, datetime] | str] = {}
-        self._files: list[ReportedFile] = []
-        self._plaintext: list[str] = []
-        self._plaintext_columns: dict[str, _Some] = defaultdict(_Some)
-        self._failed: dict[str, _Some] = defaultdict(_Some)
-        self._failures: list[Exception] = []
-        self._problems: list[Remark] = []
-        self._not_examined: list[Remark] = []
-        self._unreadable = self._skipped = 0
+        self._left_out, self._failed, self._plaintext_columns = _Remarks(), _Remarks(), _Remarks()
+        self._broken, self._unchecked = _Remarks(), _Remarks()
 
     def look_around(self, location: FileLocation) -> None:
         """Note the modification times of Parquet files, and what else there is."""
@@ -353,12 +375,12 @@ class _Report:
         for entry in data_set(location, into_passed_over=True):
             if isinstance(entry, ParquetFile):
                 found.append(entry.location)
+            elif isinstance(entry, LeftOut) and entry.reason is LeftOutReason.NOT_PARQUET:
+                self._report.not_parquet.append(entry.path)
             elif isinstance(entry, LeftOut):
-                is_parquet = entry.reason is not LeftOutReason.NOT_PARQUET
-                (self._left_out[entry.reason] if is_parquet else self._not_parquet).append(entry.path)
+                self._left_out.add(f"Skipped: {entry.reason.value}.", entry.path)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="parquet-keytools-report") as pool:
-            for file, modified in zip(found, pool.map(_modified, found), strict=True):
-                self._modified[str(file)] = modified
+            self._modified = dict(zip(map(str, found), pool.map(_modified, found), strict=True))
 
     def add(self, batch: Sequence[FileKeyUses]) -> None:
         """Count files; the KMS of each reader is asked for the keys of all of them together."""
@@ -372,15 +394,15 @@ class _Report:
         problem = ""
         if file.unknown is not None:
             problem = _general(file.unknown, file.path)
-            self._failed[problem].append(file.path)
-            self._failures.append(file.unknown)
-        self._unreadable += file.is_unseen
-        self._skipped += file.is_skipped
+            self._failed.add(f"Files whose keys could not be proven: {problem}", file.path, is_problem=True)
+            self._report.failures.append(file.unknown)
+        kind = "encrypted" if file.is_encrypted else "plaintext"
+        self._report.counts["unreadable" if file.is_unseen else "skipped" if file.is_skipped else kind] += 1
         modified = self._modified.get(file.path)
         # The footer first: its key protects other columns, too.
         uses = sorted(file.uses, key=lambda use: not use.is_footer)
         protected = list(dict.fromkeys((_column_of(use), self._position(use)) for use in uses))
-        keys = {position for _, position in protected}
+        keys = sorted({position for _, position in protected})
         if uses and uses[0].is_footer:
             protected += [(("column", column), protected[0][1]) for column in file.footer_key_columns]
         for name, position in protected:
@@ -388,27 +410,28 @@ class _Report:
         for column in file.plaintext_columns:
             self._column(("column", column)).plaintext_files += 1
             if file.is_encrypted:
-                self._plaintext_columns[column].append(file.path)
+                self._plaintext_columns.add(f"Column {column} is plaintext in encrypted files.", file.path)
         for name in {*dict(protected), *(("column", column) for column in file.plaintext_columns)}:
             self._columns[name].files += 1
         if not file.is_encrypted:
-            self._plaintext.append(file.path)
+            self._report.plaintext_files.append(file.path)
         if uses and uses[0].is_footer:
             self._note_access(file, uses[0])
-        for position in keys:
-            self._key_files[position] += 1
+        for key in map(self._report.keys.__getitem__, keys):
+            key.files += 1
             if modified is not None:
-                first, last = self._key_times.get(position, (modified, modified))
-                self._key_times[position] = min(first, modified), max(last, modified)
-        self._files.append(
-            ReportedFile(file.path, _text(modified), file.is_encrypted, tuple(sorted(keys)), problem)
-        )
+                key.first_modified = min(key.first_modified or modified, modified)
+                key.last_modified = max(key.last_modified or modified, modified)
+        self._report.files.append(ReportedFile(file.path, modified, file.is_encrypted, tuple(keys), problem))
 
     def _position(self, use: UsedKey) -> int:
         name: _KeyName = ("data key", use.data_key or "", None)
         if use.master_key_id is not None:
             name = "master key", use.master_key_id, use.version
-        return self._positions.setdefault(name, len(self._positions))
+        position = self._positions.setdefault(name, len(self._report.keys))
+        if position == len(self._report.keys):
+            self._report.keys.append(ProtectingKey(*name))
+        return position
 
     def _column(self, name: _ColumnName) -> ColumnReport:
         return self._columns.setdefault(name, ColumnReport(*name))
@@ -429,93 +452,58 @@ class _Report:
 
     def date_keys(self, kms: KmsClient | None) -> None:
         """Ask the KMS when the versions were created: one call, or a few, for each master key."""
-        for kind, key, _ in self._positions:
-            if kind == "master key" and kms is not None and key not in self._dates:
+        for key in self._report.keys:
+            dates = self._dates.get(key.key, NOT_STATED)
+            if key.kind == "data key":
+                key.created_note = "not known: it is not in a KMS"
+                continue
+            if kms is not None and key.key not in self._dates:
                 try:
-                    self._dates[key] = kms.version_dates(key)
+                    dates = kms.version_dates(key.key)
                 except KmsError as error:
-                    self._dates[key] = f"{NOT_STATED}: {type(error).__name__}"
+                    dates = f"{NOT_STATED}: {type(error).__name__}"
+                self._dates[key.key] = dates
+            if isinstance(dates, str) or key.version not in dates:
+                key.created_note = dates if isinstance(dates, str) else NOT_STATED
+            else:
+                key.created = _text(dates[key.version])
+                key.created_note = "" if key.version is not None else "the master key; the version is not visible"
 
     def add_verification(self, checked: DataSetReport | FileReport) -> None:
         """Note the broken rules, and the rules that could not be checked."""
-        files = checked.files if isinstance(checked, DataSetReport) else (checked,)
-        broken: dict[tuple[bool, str], _Some] = defaultdict(_Some)
-        unchecked: dict[str, _Some] = defaultdict(_Some)
-        results = [(file.path, result) for file in files for result in file.rules]
+        results = [(file.path, result) for file in getattr(checked, "files", (checked,)) for result in file.rules]
         if isinstance(checked, DataSetReport):
             results += [(checked.path, result) for result in checked.rules]
+        self._report.verdict, self._report.conforms = checked.verdict.value, checked.conforms
+        if not checked.conforms:
+            self._broken.add(f"The verdict of verification: {checked.verdict.value}.", is_problem=True)
         for path, result in results:
             if result.outcome is Outcome.BROKEN:
                 rule = result.rule
                 text = f"{rule.severity.value} of rule {rule.id} (section {rule.section}). Risk: {rule.gain}"
                 finding = result.findings[0].message if result.findings else rule.holds
-                broken[rule.severity is Severity.VIOLATION, text].append(f"{path}: {finding}")
+                is_problem = rule.severity is Severity.VIOLATION
+                self._broken.add(f"Verification: {text}", f"{path}: {finding}", is_problem=is_problem)
         # One file has many rules that the same reason leaves unchecked.
         for path, reason in dict.fromkeys((path, reason) for path, result in results for reason in result.reasons):
-            unchecked[reason.replace(path, "<file>")].append(path)
-        if not checked.conforms:
-            self._problems.append(Remark(True, f"The verdict of verification: {checked.verdict.value}."))
-        for (is_violation, text), found in broken.items():
-            self._problems.append(_listed(is_violation, f"Verification: {text}", found))
-        for reason, paths in unchecked.items():
-            text = f"Rules that verification could not check: {reason}"
-            self._not_examined.append(_listed(False, text, paths))
+            text = f"Rules that verification could not check: {reason.replace(path, '<file>')}"
+            self._unchecked.add(text, path)
 
-    def end(self, location: FileLocation, checked: DataSetReport | FileReport | None) -> ProtectionReport:
-        names = sorted(self._positions, key=lambda name: tuple(part or "" for part in name))
-        order = {self._positions[name]: position for position, name in enumerate(names)}
-        for column in self._columns.values():
-            column.keys = Counter({order[old]: count for old, count in column.keys.items()})
-        encrypted = sum(file.encrypted for file in self._files) - self._unreadable - self._skipped
-        columns = sorted(
+    def end(self) -> ProtectionReport:
+        report = self._report
+        report.made = _text(datetime.now(UTC)) or ""
+        report.counts["not_parquet"] = len(report.not_parquet)
+        report.columns = sorted(
             self._columns.values(), key=lambda column: (column.part == "column", column.part, column.column)
         )
-        return ProtectionReport(
-            paths=location.only or (str(location),),
-            made=_text(datetime.now(UTC)) or "",
-            verdict=None if checked is None else checked.verdict.value,
-            conforms=None if checked is None else checked.conforms,
-            counts={
-                "encrypted": encrypted,
-                "plaintext": len(self._plaintext),
-                "unreadable": self._unreadable,
-                "skipped": self._skipped,
-                "not_parquet": len(self._not_parquet),
-            },
-            exceptions=tuple(sorted(self._exceptions(columns, names), key=lambda remark: not remark.is_problem)),
-            not_examined=tuple(self._unexamined(names, is_verified=checked is not None)),
-            keys=tuple(self._key(name) for name in names),
-            columns=tuple(columns),
-            timeline=self._timeline(),
-            readers=tuple(self._readers),
-            plaintext_files=tuple(self._plaintext),
-            not_parquet=tuple(self._not_parquet),
-            files=tuple(
-                replace(file, keys=tuple(sorted(order[key] for key in file.keys))) for file in self._files
-            ),
-            failures=tuple(self._failures),
-        )
+        report.timeline = self._timeline()
+        report.exceptions = sorted(self._exceptions(), key=lambda remark: not remark.is_problem)
+        names = sorted(self._positions, key=lambda name: tuple(part or "" for part in name))
+        report = report.with_keys([[self._positions[name]] for name in names])
+        report.not_examined = list(self._unexamined(report))
+        return report
 
-    def _key(self, name: _KeyName) -> ProtectingKey:
-        kind, key, version = name
-        created, note = self._created(name)
-        first, last = self._key_times.get(self._positions[name], (None, None))
-        files = self._key_files[self._positions[name]]
-        return ProtectingKey(kind, key, version, files, created, note, _text(first), _text(last))
-
-    def _created(self, name: _KeyName) -> tuple[str | None, str]:
-        kind, key, version = name
-        dates = self._dates.get(key, NOT_STATED)
-        if kind == "data key":
-            return None, "not known: it is not in a KMS"
-        if isinstance(dates, str):
-            return None, dates
-        if version not in dates:
-            return None, NOT_STATED
-        note = "" if version is not None else "the master key; the version is not visible"
-        return _text(dates[version]), note
-
-    def _timeline(self) -> tuple[KeyVersion, ...]:
+    def _timeline(self) -> list[KeyVersion]:
         stated = [
             (created, key, version)
             for key, dates in self._dates.items()
@@ -523,59 +511,54 @@ class _Report:
             for version, created in dates.items()
         ]
         stated.sort(key=lambda entry: (entry[0], entry[1], entry[2] or ""))
-        return tuple(KeyVersion(key, version, _text(created) or "") for created, key, version in stated)
+        return [KeyVersion(key, version, _text(created) or "") for created, key, version in stated]
 
-    def _exceptions(self, columns: Sequence[ColumnReport], names: Sequence[_KeyName]) -> Iterator[Remark]:
-        yield from self._problems
-        if self._plaintext:
-            yield _listed(True, "Files that are not encrypted at all.", self._plaintext)
-        for text, paths in self._failed.items():
-            yield _listed(True, f"Files whose keys could not be proven: {text}", paths)
-        mixed = [column.title for column in columns if column.keys and column.plaintext_files]
-        if mixed:
-            yield _listed(True, "Columns that are encrypted in some files and plaintext in others.", mixed)
+    def _exceptions(self) -> Iterator[Remark]:
+        yield from self._broken.values()
+        if self._report.plaintext_files:
+            yield Remark(True, "Files that are not encrypted at all.").about(*self._report.plaintext_files)
+        yield from self._failed.values()
+        if mixed := [column.title for column in self._report.columns if column.keys and column.plaintext_files]:
+            text = "Columns that are encrypted in some files and plaintext in others."
+            yield Remark(True, text).about(*mixed)
         for name, reader in self._readers.items():
             if reader.unreachable is not None:
                 text = f"The KMS of configuration {name} did not answer: what it reads is unknown."
-                yield Remark(True, text, 1, (str(reader.unreachable),))
-        for name, paths in self._plaintext_columns.items():
-            yield _listed(False, f"Column {name} is plaintext in encrypted files.", paths)
-        several = [
-            column.title
-            for column in columns
-            if column.part != "hidden"
-            and len({self._template_of(names[key][1]) or names[key][:2] for key in column.keys}) > 1
-        ]
+                yield Remark(True, text).about(str(reader.unreachable))
+        yield from self._plaintext_columns.values()
+        several = []
+        for column in self._report.columns:
+            keys = [self._report.keys[position] for position in column.keys]
+            if (
+                column.part != "hidden"
+                and len({self._template_of(key.key) or (key.kind, key.key) for key in keys}) > 1
+            ):
+                several.append(column.title)
         if several:
-            yield _listed(False, "Columns, or the footer, under different keys in different files.", several)
-        if self._not_parquet:
-            yield _listed(False, "Files that are not Parquet.", self._not_parquet)
+            text = "Columns, or the footer, under different keys in different files."
+            yield Remark(False, text).about(*several)
+        if self._report.not_parquet:
+            yield Remark(False, "Files that are not Parquet.").about(*self._report.not_parquet)
 
-    def _unexamined(self, names: Sequence[_KeyName], *, is_verified: bool) -> Iterator[Remark]:
-        for reason, paths in self._left_out.items():
-            yield _listed(False, f"Skipped: {reason.value}.", paths)
-        if self._not_parquet:
+    def _unexamined(self, report: ProtectionReport) -> Iterator[Remark]:
+        yield from self._left_out.values()
+        if self._report.not_parquet:
             text = "The content of files that are not Parquet was not examined."
-            yield _listed(False, text, self._not_parquet)
-        yield from self._not_examined
-        if not is_verified:
+            yield Remark(False, text).about(*self._report.not_parquet)
+        yield from self._unchecked.values()
+        if report.verdict is None:
             text = "Page data was not authenticated, and no rules were checked: --no-verify was given."
             yield Remark(False, text)
         if hidden := self._columns.get(("hidden", "")):
             text = "Columns in footers that could not be opened: their names are hidden."
             yield Remark(False, text, hidden.files)
-        unstated = [f"{name[1]}@{name[2] or '?'}" for name in names if self._created(name)[0] is None]
-        if unstated:
-            yield _listed(False, f"The creation time of key versions: {NOT_STATED}.", unstated)
+        if unstated := [f"{key.key}@{key.version or '?'}" for key in report.keys if key.created is None]:
+            yield Remark(False, f"The creation time of key versions: {NOT_STATED}.").about(*unstated)
         text = "Who reads which column: no configuration was named with --as."
         if self._readers:
             text = "Who else may read: the access of other principals, which the KMS's policies state."
         yield Remark(False, text)
         yield Remark(False, "Modification times are from the file system, and nothing authenticates them.")
-
-
-def _listed(is_problem: bool, text: str, names: Sequence[str] | _Some) -> Remark:
-    return Remark(is_problem, text, len(names), tuple(names[:EXAMPLES]))
 
 
 def _general(error: Exception, path: str) -> str:
@@ -584,13 +567,13 @@ def _general(error: Exception, path: str) -> str:
     return text.replace(path, "<file>")
 
 
-def _modified(file: FileLocation) -> datetime | None:
+def _modified(file: FileLocation) -> str | None:
     try:
         found: datetime | None = file.info().mtime
     except OSError:
         return None
-    return None if found is None else found.astimezone(UTC)
+    return _text(found)
 
 
 def _text(time: datetime | None) -> str | None:
-    return None if time is None else time.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return None if time is None else time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

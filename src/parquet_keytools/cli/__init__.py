@@ -32,8 +32,8 @@ from parquet_keytools.cli import (
     serve,
     spark,
 )
-from parquet_keytools.cli.options import with_flags
-from parquet_keytools.cli.output import ExitStatus, error_text, keep_context, say, status_of
+from parquet_keytools.cli.options import with_flags, with_options
+from parquet_keytools.cli.output import ExitStatus, error_text, keep_arguments, say, status_of
 from parquet_keytools.runtime.threads_and_forks import someone_waiting
 
 
@@ -42,8 +42,7 @@ class CommandGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep the arguments, and parse them."""
-        ctx.obj = tuple(args)
-        keep_context(ctx, None)
+        keep_arguments(ctx, tuple(args))
         return super().parse_args(ctx, with_flags(args))
 
     def invoke(self, ctx: Any) -> Any:
@@ -164,13 +163,13 @@ def _parquet_keytools(
 
 
 @app.command("demo", short_help="Encrypt 336,776 flights, and read them back.")
-def _demo(
-    folder: Annotated[
-        Path,
-        typer.Option("--folder", metavar="DIR", help="Folder for the files. An earlier demo in it is replaced."),
-    ] = Path("demo"),
-) -> None:
-    """Encrypt 336,776 flights, read them back, lose access to a key, and rotate a key."""
+@with_options()
+def _demo(folder: Path = Path("demo")) -> None:
+    """Encrypt 336,776 flights, read them back, lose access to a key, and rotate a key.
+
+    Options:
+        --folder DIR: Folder for the files. An earlier demo in it is replaced.
+    """
     from parquet_keytools import demo
 
     # The commands that the demo prints can be pasted.

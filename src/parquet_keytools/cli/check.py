@@ -36,57 +36,33 @@ class Role(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """Options of `check`."""
+    """Options of `check`.
 
-    offline: Annotated[bool, typer.Option("--offline", help="Do not call the KMS.")] = False
-    against: Annotated[
-        str | None,
-        typer.Option(
-            "--against",
-            metavar="FILE",
-            help="Show which key each column of this Parquet file gets: its path or URI. Of a configuration "
-            "(.yaml, .yml): show what changed since.",
-        ),
-    ] = None
-    table: opt.TableOption = None
-    aad_prefix: Annotated[
-        str | None,
-        typer.Option(
-            "--aad-prefix",
-            metavar="TEXT",
-            help="The AAD prefix of FILE, if FILE does not store it.",
-            callback=opt.checked_aad_prefix,
-        ),
-    ] = None
+    Options:
+        --offline: Do not call the KMS.
+        --against FILE: Show which key each column of this Parquet file gets: its path or URI. Of a
+            configuration (.yaml, .yml): show what changed since.
+        --aad-prefix TEXT: The AAD prefix of FILE, if FILE does not store it.
+        --since REV: Show what changed since this revision of git, in configuration and labels.
+        --allow-weaker COLUMN: Let this column (or TABLE.COLUMN) lose protection. Repeatable.
+        --strict: Exit with 1 if a configuration has warnings.
+        --schema: Print the JSON Schema of configurations, for editors, and do nothing else.
+    """
+
+    offline: bool = False
+    against: str | None = None
+    table: str | None = None
+    aad_prefix: str | None = None
     role: Annotated[
         Role | None,
         typer.Option("--as", help="Try only what this role needs. By default, keys are wrapped and unwrapped."),
     ] = None
-    since: Annotated[
-        str | None,
-        typer.Option(
-            "--since",
-            metavar="REV",
-            help="Show what changed since this revision of git, in configuration and labels.",
-        ),
-    ] = None
-    allow_weaker: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-weaker",
-            metavar="COLUMN",
-            help="Let this column (or TABLE.COLUMN) lose protection. Repeatable.",
-        ),
-    ] = None
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a configuration has warnings.")] = False
-    schema: Annotated[
-        bool,
-        typer.Option(
-            "--schema", help="Print the JSON Schema of configurations, for editors, and do nothing else."
-        ),
-    ] = False
-    as_json: opt.JsonOption = False
-    wide: opt.WideOption = False
+    since: str | None = None
+    allow_weaker: list[str] | None = None
+    strict: bool = False
+    schema: bool = False
+    json: bool = False
+    wide: bool = False
 
 
 @opt.with_options(CheckOptions)
@@ -112,6 +88,8 @@ def check_command(
     if not configs:
         raise typer.BadParameter("a configuration is needed, or --schema.", param_hint="CONFIG")
 
+    from parquet_keytools.config.loader import load_configuration
+    from parquet_keytools.configuration_check import with_short_timeout
     from parquet_keytools.errors import KeytoolsError
 
     documents: list[dict[str, Any]] = []
@@ -120,9 +98,10 @@ def check_command(
         try:
             old = _old_configuration(config, options.against, options.since)
             file = None if old is not None and options.since is None else options.against
-            status, document = _check(config, file, options)
+            configuration = with_short_timeout(load_configuration(config))
+            status, document = _check(config, configuration, file, options)
             if old is not None:
-                is_weaker, document["changes"] = _compare(config, old, file, options)
+                is_weaker, document["changes"] = _compare(configuration, old, file, options)
                 status = max(status, out.ExitStatus.NO) if is_weaker else status
         except (KeytoolsError, OSError) as error:
             if len(configs) == 1:
@@ -131,7 +110,7 @@ def check_command(
             status, document = out.status_of(error), {"configuration": str(config), **out.error_fields(error)}
         statuses.append(status)
         documents.append(document)
-    if options.as_json:
+    if options.json:
         out.print_json(documents[0] if len(documents) == 1 else {"configurations": documents})
     if max(statuses) is not out.ExitStatus.DONE:
         raise typer.Exit(max(statuses))
@@ -153,17 +132,12 @@ def _old_configuration(config: Path, against: str | None, since: str | None) -> 
 
 
 def _compare(
-    config: Path, old: Configuration, against: str | None, options: CheckOptions
+    configuration: Configuration, old: Configuration, against: str | None, options: CheckOptions
 ) -> tuple[bool, list[dict[str, Any]]]:
     """Print what changed, and return whether something lost protection, and the changes for JSON."""
-    from parquet_keytools.config.loader import load_configuration
     from parquet_keytools.configuration_check import policy_changes, refuse_weaker, schema_of
     from parquet_keytools.keytools import Keytools
 
-    with warnings.catch_warnings():
-        # `_check` has already shown these warnings.
-        warnings.simplefilter("ignore")
-        configuration = load_configuration(config)
     if against is None:
         changes = policy_changes(old, configuration, table_name=options.table)
     else:
@@ -187,14 +161,14 @@ def _compare(
     return bool(weaker), [out.to_dict(change) for change in changes]
 
 
-def _check(config: Path, against: str | None, options: CheckOptions) -> tuple[out.ExitStatus, dict[str, Any]]:
+def _check(
+    config: Path, configuration: Configuration, against: str | None, options: CheckOptions
+) -> tuple[out.ExitStatus, dict[str, Any]]:
     """Check one configuration, print the result, and return the exit status and the JSON document."""
     from parquet_keytools import configuration_check
-    from parquet_keytools.config.loader import load_configuration
     from parquet_keytools.keytools import Keytools
 
     table, role = options.table, options.role
-    configuration = configuration_check.with_short_timeout(load_configuration(config))
     if table is not None:
         configuration.select_table(table)
     file = None if against is None else opt.location_of(against, "--against")
@@ -242,21 +216,20 @@ def _check(config: Path, against: str | None, options: CheckOptions) -> tuple[ou
             ["name", "master key", "backend", "outcome", "version"],
             [(k.name, k.master_key_id, k.backend, k.outcome, k.version) for k in master_keys],
         )
+    keys = master_keys or []
+    failed, not_tried = ([key for key in keys if key.outcome == outcome] for outcome in ("failed", "not tried"))
     # Of a KMS that is down, all keys say the same.
     failures = out.Messages("Failed", noun="master key")
-    for key in master_keys or ():
-        if key.error is not None and key.outcome == "failed":
-            failures.add(key.master_key_id, str(key.error))
+    for key in failed:
+        failures.add(key.master_key_id, str(key.error))
     failures.print()
-    failed = [key.error for key in master_keys or () if key.error and key.outcome == "failed"]
-    status = max(map(out.status_of, failed), default=out.ExitStatus.DONE)
-    if not_tried := sum(key.outcome == "not tried" for key in master_keys or ()):
-        of_all = out.number_of(len(master_keys or ()), "master key")
-        reason = next(str(key.error) for key in master_keys or () if key.outcome == "not tried")
-        out.say(f"Not tried: {not_tried:,} of {of_all}. {reason}")
+    status = max((out.status_of(key.error) for key in failed if key.error), default=out.ExitStatus.DONE)
+    if not_tried:
+        of_all = out.number_of(len(keys), "master key")
+        out.say(f"Not tried: {len(not_tried):,} of {of_all}. {not_tried[0].error}")
         status = max(status, out.ExitStatus.NO)
     for permission in ("wrap", "unwrap", "rewrap"):
-        if names := [key.name for key in master_keys or () if key.missing_permission == permission]:
+        if names := [key.name for key in keys if key.missing_permission == permission]:
             out.say(f"Missing permission: {permission} with {', '.join(names)}.")
     if status is not out.ExitStatus.DONE:
         return status, document
@@ -268,25 +241,27 @@ def _check(config: Path, against: str | None, options: CheckOptions) -> tuple[ou
     return out.ExitStatus.DONE, document
 
 
+@opt.with_options()
 def inspect_command(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A Parquet file, or its URI.")],
-    config: Annotated[
-        Path | None, opt.config_option("The YAML configuration: its keys open what is encrypted.")
-    ] = None,
-    table: opt.TableOption = None,
-    aad_prefix: opt.AadPrefixOption = None,
-    as_json: opt.JsonOption = False,
+    config: Path | None = None,
+    table: str | None = None,
+    aad_prefix: str | None = None,
+    json: bool = False,
 ) -> None:
     """Show how a Parquet file is protected.
 
     Without keys, shows what anyone can see; with the keys of a configuration, every module. Only the footer is
     read, and with keys the page headers. Nothing is compared with a table: `verify` does that. Exits with 1 if
     nothing can be read.
+
+    Options:
+        --config FILE or $PARQUET_KEYTOOLS_CONFIG: The YAML configuration: its keys open what is encrypted.
     """
     if table is not None and config is None:
         raise typer.BadParameter("--table needs --config.")
     shown = _inspect(file, config, table, aad_prefix)
-    if as_json:
+    if out.json_wanted():
         from parquet_keytools.conformance.report import document_of
 
         out.print_json(document_of(shown))
@@ -301,7 +276,8 @@ def inspect_command(
 
 
 def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str | None) -> Inspection:
-    if expanded(file).is_dir():
+    path = expanded(file)
+    if path.is_dir():
         raise typer.BadParameter(
             f"{file} is a folder, and `inspect` shows one file. `verify` checks all files of a folder, and `keys` "
             "shows the master keys that they need.",
@@ -319,10 +295,11 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
     if "://" not in file:
         from parquet_keytools.conformance.inspection import open_local
 
-        _refuse_irregular(file)
+        if path.exists() and not path.is_file():
+            # Opening a pipe would wait for its other end.
+            raise typer.BadParameter(f"{file} is not a regular file.", param_hint="FILE")
         with open_local(file) as local_source:
-            path = str(expanded(file).absolute())
-            return inspect_source(local_source, aad_prefix=prefix, path=path)
+            return inspect_source(local_source, aad_prefix=prefix, path=str(path.absolute()))
     from parquet_keytools.storage.locations import open_source
 
     location = opt.location_of(file, "FILE")
@@ -330,40 +307,19 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
         return inspect_source(source, aad_prefix=prefix, path=location.path)
 
 
-def _refuse_irregular(file: str) -> None:
-    """Refuse a pipe before it is opened: opening would wait for its other end."""
-    path = expanded(file)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise typer.BadParameter(f"{file} is not a regular file.", param_hint="FILE")
-
-
 @opt.with_options(opt.ReportOptions)
 def verify_command(
     paths: opt.PathsArgument,
-    config: Annotated[
-        Path | None, opt.config_option("The YAML configuration: its keys, and the table to compare with.")
-    ] = None,
-    table: opt.TableOption = None,
-    aad_prefix: opt.AadPrefixOption = None,
-    parts: opt.PartsOption = None,
-    allow_plaintext: opt.AllowPlaintextOption = None,
-    expect: Annotated[
-        str | None,
-        typer.Option(
-            "--expect", metavar="LIST", help="Compare the files of a folder with this list, which --record wrote."
-        ),
-    ] = None,
-    record: Annotated[
-        str | None,
-        typer.Option(
-            "--record",
-            metavar="LIST",
-            help="Write an authenticated list of the files of a folder, if they conform.",
-        ),
-    ] = None,
-    list_key: opt.ListKeyOption = None,
-    strict: opt.VerifyStrictOption = False,
-    processes: opt.ProcessesOption = None,
+    config: Path | None = None,
+    table: str | None = None,
+    aad_prefix: str | None = None,
+    parts: int | None = None,
+    allow_plaintext: list[str] | None = None,
+    expect: str | None = None,
+    record: str | None = None,
+    list_key: str | None = None,
+    strict: bool = False,
+    processes: int | None = None,
 ) -> None:
     """Check files against the encryption specification, rule by rule.
 
@@ -372,6 +328,12 @@ def verify_command(
     one data set, and may hold no plaintext data, under any name. The verdict is *conforms*, *conforms, with
     weaknesses*, *does not conform*, or *incomplete* if not everything could be checked. The exit status is 0 for
     the first two, and 3 if the KMS cannot be reached.
+
+    Options:
+        --config FILE or $PARQUET_KEYTOOLS_CONFIG: The YAML configuration: its keys, and the table to compare
+            with.
+        --expect LIST: Compare the files of a folder with this list, which --record wrote.
+        --record LIST: Write an authenticated list of the files of a folder, if they conform.
     """
     from parquet_keytools.cli.conformance_report import show_data_set, show_file
     from parquet_keytools.conformance import verification
@@ -398,9 +360,10 @@ def verify_command(
                 keytools.verify_folder, table_name=table, expect=expect, record=record, list_key=list_key
             )
             verify_file = partial(keytools.verify_file, table_name=table)
+        checked: DataSetReport | FileReport
         if kind == "Directory":
             with out.progress_bar() as progress, command_line_processes(processes):
-                data_set = verify_folder(
+                checked = data_set = verify_folder(
                     location,
                     aad_prefix=aad_prefix,
                     part_count=parts,
@@ -410,16 +373,11 @@ def verify_command(
             out.print_json(data_set.to_dict()) if out.json_wanted() else show_data_set(data_set)
             out.say_not_attempted(len(data_set.not_attempted), len(data_set.files))
             if record is not None:
-                out.say(
-                    f"Recorded in {record}."
-                    if data_set.conforms
-                    else f"Not recorded in {record}: see the verdict."
-                )
-            checked: DataSetReport | FileReport = data_set
+                recorded, missing = f"Recorded in {record}.", f"Not recorded in {record}: see the verdict."
+                out.say(recorded if data_set.conforms else missing)
         else:
-            report = verify_file(location, aad_prefix=aad_prefix)
+            checked = report = verify_file(location, aad_prefix=aad_prefix)
             out.print_json(report.to_dict()) if out.json_wanted() else show_file(report)
-            checked = report
     if checked.verdict is Verdict.INCOMPLETE and checked.kms_is_unavailable:
         raise typer.Exit(out.ExitStatus.KMS_FAILED)
     if not (checked.conforms_strictly if strict else checked.conforms):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -28,56 +28,19 @@ if TYPE_CHECKING:
 @opt.with_options(opt.ReportOptions)
 def erase_command(
     paths: opt.PathsArgument,
-    config: opt.ConfigOption,
-    where: Annotated[
-        str,
-        typer.Option(
-            "--where",
-            metavar="NAME=VALUE|FILTER",
-            help="Whose data: a placeholder of key_values, and its value. With --rewrite, which rows: conditions "
-            "joined by AND, such as `customer_id = 4711`.",
-        ),
-    ],
-    table: opt.TableOption = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing; show what would be erased, and what forbids it.")
-    ] = False,
-    yes: Annotated[
-        str | None,
-        typer.Option(
-            "--yes", metavar="VALUE", help="The value again, so that the command does not ask for it; for scripts."
-        ),
-    ] = None,
-    waiting_days: Annotated[
-        int | None,
-        typer.Option(
-            "--waiting-days",
-            metavar="N",
-            help="Days until AWS KMS deletes a key: 7 to 30. Default: 30. Other KMSs have settings of their own.",
-        ),
-    ] = None,
-    certificate: Annotated[
-        str | None,
-        typer.Option("--certificate", metavar="FILE", help="Write the certificate to this new file, as JSON."),
-    ] = None,
-    ignore_skipped: opt.IgnoreSkippedOption = False,
-    status: Annotated[
-        bool, typer.Option("--status", help="Only show whether the master keys are deleted.")
-    ] = False,
-    cancel: Annotated[
-        bool,
-        typer.Option("--cancel", help="Cancel a scheduled deletion, where the KMS can. Nothing else is done."),
-    ] = False,
-    rewrite: Annotated[bool, typer.Option("--rewrite", help="Rewrite the files that hold matching rows.")] = False,
-    record: Annotated[
-        str | None,
-        typer.Option(
-            "--record",
-            metavar="LIST",
-            help="With --rewrite: write the files before and after to this new file, as JSON.",
-        ),
-    ] = None,
-    processes: opt.ProcessesOption = None,
+    config: Path,
+    where: str,
+    table: str | None = None,
+    dry_run: bool = False,
+    yes: str | None = None,
+    waiting_days: int | None = None,
+    certificate: str | None = None,
+    ignore_skipped: bool = False,
+    status: bool = False,
+    cancel: bool = False,
+    rewrite: bool = False,
+    record: str | None = None,
+    processes: int | None = None,
 ) -> None:
     """Delete one tenant's master keys, or remove rows.
 
@@ -87,6 +50,19 @@ def erase_command(
 
     With --rewrite, for data that shares its master keys with other data: replaces each file that has matching rows
     by a file without them.
+
+    Options:
+        --where NAME=VALUE|FILTER: Whose data: a placeholder of key_values, and its value. With --rewrite,
+            which rows: conditions joined by AND, such as `customer_id = 4711`.
+        --dry-run: Change nothing; show what would be erased, and what forbids it.
+        --yes VALUE: The value again, so that the command does not ask for it; for scripts.
+        --waiting-days N: Days until AWS KMS deletes a key: 7 to 30. Default: 30. Other KMSs have settings of
+            their own.
+        --certificate FILE: Write the certificate to this new file, as JSON.
+        --status: Only show whether the master keys are deleted.
+        --cancel: Cancel a scheduled deletion, where the KMS can. Nothing else is done.
+        --rewrite: Rewrite the files that hold matching rows.
+        --record LIST: With --rewrite: write the files before and after to this new file, as JSON.
     """
     if rewrite:
         if any((yes, waiting_days, certificate, ignore_skipped, status, cancel)):
@@ -206,16 +182,17 @@ def _erase_rows(
     """Remove rows from files, and report each; see `Keytools.erase_rows`."""
     from parquet_keytools.cli.file_work import change_in_place
     from parquet_keytools.erasure.rewrite import NOT_COVERED
-    from parquet_keytools.runtime.worker_processes import command_line_processes
 
     location = opt.location_of(path, "PATH")
-    with opt.open_keytools(config) as keytools, command_line_processes(processes):
+    with opt.open_keytools(config) as keytools:
         table_name, _ = keytools.configuration.select_table(table)
         about = {"path": str(location), "table": table_name, "where": where, "dry_run": dry_run}
         kept = _Record(opt.new_file(record, "--record"), about)
+        wanted: dict[str, Any] = {"where": where, "dry_run": dry_run, "table_name": table_name}
+        wanted["on_search"] = kept.plan
 
         def erase(
-            location: FileLocation, *, on_file: OnFile, on_progress: object, **options: Any
+            location: FileLocation, *, on_file: OnFile, on_progress: object = None, **options: Any
         ) -> RotationReport:
             def on_file_done(file: FileRotation) -> None:
                 kept.add([file])
@@ -223,15 +200,7 @@ def _erase_rows(
 
             is_complete = False
             try:
-                report = keytools.erase_rows(
-                    location,
-                    where=where,
-                    table_name=table_name,
-                    dry_run=dry_run,
-                    on_file=on_file_done,
-                    on_search=kept.plan,
-                    **options,
-                )
+                report = keytools.erase_rows(location, on_file=on_file_done, **wanted, **options)
                 is_complete = report.succeeded
                 return report
             finally:
@@ -239,7 +208,7 @@ def _erase_rows(
 
         try:
             again = "Repeat the command: it goes on with the files that still have matching rows."
-            change_in_place(erase, location, again)
+            change_in_place(erase, location, again, processes=processes)
         finally:
             if kept.rows_removed:
                 out.answer(f"{'To remove' if dry_run else 'Removed'}: {out.number_of(kept.rows_removed, 'row')}.")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import chain, groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -37,9 +37,6 @@ _SMALL_BYTES = 4 << 20
 """Larger files are written by several threads each."""
 
 _SMALL_FILES_AT_A_TIME = 4
-
-_Numbered = tuple[int, PlannedFile]
-"""A file, and its position in the plan."""
 
 SALVAGED = "salvaged"
 """Salvaging has no --skip-existing: nothing shows that a result is complete."""
@@ -106,12 +103,13 @@ class _Work:
             target_filesystem=first and first.target.filesystem,
             overwrite=overwrite,
         )
+        # By the identity of the file in the plan.
         self._outcomes: dict[int, FileResult | Exception] = {}
         self._done_bytes = 0
         self._is_stopped = False
 
     def _planned(self) -> Iterator[tuple[PlannedFile, FileResult | Exception | None]]:
-        return ((file, self._outcomes.get(number)) for number, file in enumerate(self.plan.files))
+        return ((file, self._outcomes.get(id(file))) for file in self.plan.files)
 
     @property
     def results(self) -> list[FileResult]:
@@ -126,36 +124,20 @@ class _Work:
         return [file for file, outcome in self._planned() if outcome is None]
 
     def run(self) -> None:
-        convert = partial(self._convert, on_progress=self._progress.advance)
-        numbered = list(enumerate(self.plan.files))
-        small = sum(file.size_bytes <= _SMALL_BYTES for _, file in numbered[1:])
+        first, rest = self.plan.files[:1], self.plan.files[1:]
+        each = partial(_converted, self._convert, self._progress.advance, self.plan.source_is_folder)
         # No progress within small files.
-        convert_small = UntilKmsFails(
-            partial(_converted, partial(self._convert, on_progress=None), self.plan.source_is_folder)
-        )
-        with FileWorkers(convert_small, small, _SMALL_FILES_AT_A_TIME, visible=self._visible) as workers:
+        small = UntilKmsFails(partial(_converted, self._convert, None, self.plan.source_is_folder))
+        number = sum(map(_is_small, rest))
+        with FileWorkers(small, number, _SMALL_FILES_AT_A_TIME, visible=self._visible) as workers:
             # The first file alone: if the configuration is wrong, all would fail.
-            self._one_by_one(convert, numbered[:1])
-            for is_small, files in groupby(numbered[1:], key=lambda entry: entry[1].size_bytes <= _SMALL_BYTES):
-                if not is_small:
-                    # In this thread, which Ctrl-C interrupts at once; a pool would first finish the file.
-                    self._one_by_one(convert, files)
-                    continue
-                for (number, file), outcome in workers.outcomes(self._left(files)):
-                    self._take(number, file, outcome)
+            for are_small, files in chain([(False, iter(first))], groupby(rest, key=_is_small)):
+                left = takewhile(lambda _: not self._is_stopped, files)
+                # Large files in this thread, which Ctrl-C interrupts at once; a pool would first finish the file.
+                for file, outcome in workers.outcomes(left) if are_small else _one_by_one(each, left):
+                    self._take(file, outcome)
 
-    def _left(self, files: Iterable[_Numbered]) -> Iterator[_Numbered]:
-        return takewhile(lambda _: not self._is_stopped, files)
-
-    def _one_by_one(self, convert: Callable[[str, str], FileResult], files: Iterable[_Numbered]) -> None:
-        for number, file in self._left(files):
-            try:
-                outcome: FileResult | Exception = _converted(convert, self.plan.source_is_folder, (number, file))
-            except Exception as error:
-                outcome = error
-            self._take(number, file, outcome)
-
-    def _take(self, number: int, file: PlannedFile, outcome: FileResult | Exception) -> None:
+    def _take(self, file: PlannedFile, outcome: FileResult | Exception) -> None:
         """Keep an outcome; if the storage or the KMS fails, keep the first failure of files attempted together.
 
         A single file that fails, or whose failure the others would share, raises its error.
@@ -171,20 +153,33 @@ class _Work:
                 if self._is_stopped:
                     return
                 self._is_stopped = True
-        self._outcomes[number] = outcome
+        self._outcomes[id(file)] = outcome
         self._done_bytes += file.size_bytes
         self._progress.move_to(self._done_bytes)
 
 
+def _is_small(file: PlannedFile) -> bool:
+    return file.size_bytes <= _SMALL_BYTES
+
+
+def _one_by_one(
+    convert: Callable[[PlannedFile], FileResult], files: Iterable[PlannedFile]
+) -> Iterator[tuple[PlannedFile, FileResult | Exception]]:
+    for file in files:
+        try:
+            yield file, convert(file)
+        except Exception as error:
+            yield file, error
+
+
 def _converted(
-    convert: Callable[[str, str], FileResult], source_is_folder: bool, numbered: _Numbered
+    convert: Convert, on_progress: Callable[[int], None] | None, source_is_folder: bool, file: PlannedFile
 ) -> FileResult:
     """Convert a file; also called in worker processes."""
-    _, file = numbered
     target = file.target
     if source_is_folder and target.filesystem.type_name not in OBJECT_STORES:
         target.filesystem.create_dir(target.path.rpartition("/")[0], recursive=True)
-    return convert(file.source.path, target.path)
+    return convert(file.source.path, target.path, on_progress=on_progress)
 
 
 def _document(work: _Work) -> dict[str, Any]:
@@ -273,40 +268,42 @@ def _say_missing(result: SalvageResult) -> None:
 # --- changes in place ---
 
 
-def change_in_place(change: Callable[..., RotationReport], location: FileLocation, again: str) -> None:
-    """Replace files one by one, and report each; `again` says how to continue an interrupted run."""
-    is_folder = location.is_folder()
-    size_bytes = None if is_folder else location.info().size or 0
-    with out.progress_bar(size_bytes) as progress, InPlaceRun(again) as run:
+def change_in_place(
+    change: Callable[..., RotationReport],
+    location: FileLocation,
+    again: str,
+    template_of: Callable[[str], str | None] | None = None,
+    *,
+    processes: int | None = 1,
+) -> None:
+    """Change files one by one, and report each; `again` says how to continue an interrupted run.
+
+    A rotation has `template_of`; all other changes replace whole files, and show their progress within one file.
+    """
+    counts_files = template_of is not None or location.is_folder()
+    size_bytes = None if counts_files else location.info().size or 0
+    with out.progress_bar(size_bytes) as progress, _InPlaceRun(again) as run:
 
         def on_file(file: FileRotation) -> None:
-            if is_folder:
+            if counts_files:
                 progress.count(file)
             run.add(file)
 
-        report = change(
-            location,
-            keep_results=False,
-            on_file=on_file,
-            on_progress=None if is_folder else progress.advance,
-        )
-        run.end(report, is_rotation=False)
-    run.show_changes(report)
-    exit_with(report)
-
-
-_Names = tuple[str, str, str | None, str | None]
-
-
-def exit_with(report: RotationReport) -> None:
-    """End the command with the status of its failures, if files failed or were not processed."""
+        options = {} if counts_files else {"on_progress": progress.advance}
+        with command_line_processes(processes):
+            report = change(location, keep_results=False, on_file=on_file, **options)
+        run.document.end(run.summary(report, is_rotation=template_of is not None))
+    run.show(report, template_of)
     if not report.succeeded:
         errors: list[Exception] = [file.error for file in report.failures if file.error is not None]
         raise typer.Exit(out.status_of_all(errors + ([report.stopped_by] if report.stopped_by else [])))
 
 
+_Names = tuple[str, str, str | None, str | None]
+
+
 @dataclass
-class InPlaceRun:
+class _InPlaceRun:
     """The results of a run, counted file by file.
 
     If an error, Ctrl-C or SIGTERM ends its `with` block, the files that were processed are reported.
@@ -323,7 +320,7 @@ class InPlaceRun:
     plaintext_columns: dict[str, None] = field(default_factory=dict)
     failed: out.Messages = field(default_factory=lambda: out.Messages("Failed"))
 
-    def __enter__(self) -> InPlaceRun:
+    def __enter__(self) -> _InPlaceRun:
         self.document.__enter__()
         return self
 
@@ -348,8 +345,8 @@ class InPlaceRun:
         self.plaintext_columns.update(dict.fromkeys(file.plaintext_columns))
         self.document.add(out.to_dict(file))
 
-    def end(self, report: RotationReport, *, is_rotation: bool) -> None:
-        """Complete the JSON document."""
+    def summary(self, report: RotationReport, *, is_rotation: bool) -> dict[str, Any]:
+        """Return the JSON document without its files."""
         summary: dict[str, Any] = {
             "complete": report.succeeded,
             "dry_run": report.dry_run,
@@ -357,66 +354,55 @@ class InPlaceRun:
             "bytes_written": report.bytes_written,
             "stopped_by": None if report.stopped_by is None else out.error_text(report.stopped_by),
         }
-        if is_rotation:
-            fields = "master_key_id", "new_master_key_id", "version", "new_version"
-            summary |= {
-                "keys": [
-                    {**dict(zip(fields, names, strict=True)), "keys": self.keys[names], "files": self.files[names]}
-                    for names in self._sorted()
-                ],
-                "bytes_copied": report.bytes_copied,
-                "kms_calls": report.kms_calls,
-                "expected_kms_calls": report.expected_kms_calls if report.dry_run else None,
-            }
-        else:
-            summary["skipped"] = out.left_out_document(report.skipped)
-        self.document.end(summary)
-
-    def show_changes(self, report: RotationReport) -> None:
-        """Print the summary of files that were encrypted or got new data keys."""
-        out.say_left_out(report.skipped)
-        self.failed.print()
-        written = out.size_text(report.bytes_written)
-        out.answer(f"{_files_text(report.counts)}; {written} written in {time.monotonic() - self.started:.1f} s.")
-        out.answer_plaintext_columns(self.plaintext_columns)
-        if report.counts[RotationOutcome.ENCRYPTED]:
-            out.answer(
-                "The plaintext was replaced, not erased: its blocks remain on the disk until the file system "
-                "reuses them, and backups, snapshots and older versions of objects keep it."
-            )
-        _say_stopped(report)
-
-    def show_rotation(self, report: RotationReport, template_of: Callable[[str], str | None]) -> None:
-        """Print the summary of a rotation."""
-        if self.keys:
-            changes = (
-                (
-                    (names[0], "" if names[1] == names[0] else names[1]),
-                    (names[2] or "?", names[3] or "?"),
-                    (self.keys[names], self.files[names]),
-                )
+        if not is_rotation:
+            return summary | {"skipped": out.left_out_document(report.skipped)}
+        fields = "master_key_id", "new_master_key_id", "version", "new_version"
+        return summary | {
+            "keys": [
+                {**dict(zip(fields, names, strict=True)), "keys": self.keys[names], "files": self.files[names]}
                 for names in self._sorted()
-            )
-            rows = [
-                (old, version, new, new_version, f"{keys:,}", f"{files:,}")
-                for (old, new), (version, new_version), (keys, files) in out.grouped_rows(changes, template_of)
-            ]
-            title = "What would change" if report.dry_run else "What changed"
-            headings = ["master key", "version", "new master key", "new version", "keys", "files"]
-            out.print_table(title, headings, rows)
+            ],
+            "bytes_copied": report.bytes_copied,
+            "kms_calls": report.kms_calls,
+            "expected_kms_calls": report.expected_kms_calls if report.dry_run else None,
+        }
+
+    def show(self, report: RotationReport, template_of: Callable[[str], str | None] | None) -> None:
+        """Print the summary."""
+        if self.keys and template_of is not None:
+            self._show_keys(report, template_of)
         out.say_left_out(report.skipped)
         self.failed.print()
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.reasons.most_common())
-        why = f" ({reasons})" if reasons else ""
-        out.answer(f"{_files_text(report.counts)}{why} in {time.monotonic() - self.started:.1f} s.")
-        if report.dry_run:
-            calls = _calls_text(report.expected_kms_calls)
-            out.answer(f"Nothing was changed. The rotation would ask the KMS {calls}.")
+        seconds = f"in {time.monotonic() - self.started:.1f} s."
+        written, copied = out.size_text(report.bytes_written), out.size_text(report.bytes_copied)
+        if template_of is None:
+            out.answer(f"{_files_text(report.counts)}; {written} written {seconds}")
+            out.answer_plaintext_columns(self.plaintext_columns)
+            if report.counts[RotationOutcome.ENCRYPTED]:
+                out.answer(
+                    "The plaintext was replaced, not erased: its blocks remain on the disk until the file system "
+                    "reuses them, and backups, snapshots and older versions of objects keep it."
+                )
         else:
-            written, copied = out.size_text(report.bytes_written), out.size_text(report.bytes_copied)
-            out.answer(f"{written} written, {copied} copied by the operating system or the store.")
-            out.answer(f"The KMS was asked {_calls_text(report.kms_calls)}.")
+            reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.reasons.most_common())
+            out.answer(f"{_files_text(report.counts)}{reasons and f' ({reasons})'} {seconds}")
+            if report.dry_run:
+                calls = _calls_text(report.expected_kms_calls)
+                out.answer(f"Nothing was changed. The rotation would ask the KMS {calls}.")
+            else:
+                out.answer(f"{written} written, {copied} copied by the operating system or the store.")
+                out.answer(f"The KMS was asked {_calls_text(report.kms_calls)}.")
         _say_stopped(report)
+
+    def _show_keys(self, report: RotationReport, template_of: Callable[[str], str | None]) -> None:
+        rows: list[tuple[str | int, ...]] = []
+        for names in self._sorted():
+            old, new, version, new_version = names
+            target = "" if new == old else new
+            rows.append((old, version or "?", target, new_version or "?", self.keys[names], self.files[names]))
+        title = "What would change" if report.dry_run else "What changed"
+        headings = ["master key", "version", "new master key", "new version", "keys", "files"]
+        out.print_table(title, headings, out.grouped_rows(rows, template_of, names=(0, 2)))
 
     def _sorted(self) -> list[_Names]:
         return sorted(self.keys, key=lambda names: tuple(name or "" for name in names))

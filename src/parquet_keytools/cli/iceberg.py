@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 
 from parquet_keytools.cli import options as opt
 from parquet_keytools.cli import output as out
+from parquet_keytools.runtime.presentation import installed
 
 if TYPE_CHECKING:
     from parquet_keytools.iceberg.metadata import TableEncryption
@@ -34,35 +34,33 @@ TableArgument = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions(opt.ReportOptions):
-    """Where a table is, and which KMS opens its keys."""
+    """Where a table is, and which KMS opens its keys.
 
-    config: Annotated[Path | None, opt.config_option("The YAML configuration: its KMS opens the keys.")] = None
-    catalog: Annotated[
-        str | None,
-        typer.Option("--catalog", metavar="NAME", help="A catalog that PyIceberg knows, as in .pyiceberg.yaml."),
-    ] = None
-    properties: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--property", metavar="NAME=VALUE", help="A property of PyIceberg, of catalog or FileIO. Repeatable."
-        ),
-    ] = None
+    Options:
+        --property NAME=VALUE: A property of PyIceberg, of catalog or FileIO. Repeatable.
+        --config FILE or $PARQUET_KEYTOOLS_CONFIG: The YAML configuration: its KMS opens the keys.
+        --catalog NAME: A catalog that PyIceberg knows, as in .pyiceberg.yaml.
+    """
+
+    config: Path | None = None
+    catalog: str | None = None
+    property: list[str] | None = None
 
     def located(self, table: str) -> LocatedTable:
         """Return the table to read."""
-        with _iceberg_installed():
+        with installed("iceberg"):
             from parquet_keytools.iceberg.table_audit import located_table
 
-        return located_table(table, self.config, self.catalog, opt.pairs_of(self.properties, "--property"))
+        return located_table(table, self.config, self.catalog, opt.pairs_of(self.property, "--property"))
 
     def to_write(self, table: str, option: str) -> Any:
         """Return the table to write; `option` needs a catalog."""
         if self.catalog is None:
             raise typer.BadParameter("this commits to a catalog: give --catalog, too.", param_hint=option)
-        with _iceberg_installed():
+        with installed("iceberg"):
             from parquet_keytools.iceberg.encrypted_table import load_table_to_write
 
-        return load_table_to_write(self.catalog, table, self.config, opt.pairs_of(self.properties, "--property"))
+        return load_table_to_write(self.catalog, table, self.config, opt.pairs_of(self.property, "--property"))
 
 
 @app.command("inspect")
@@ -92,17 +90,14 @@ def verify_table_command(table: TableArgument, options: TableOptions) -> None:
 def table_keys_command(
     table: TableArgument,
     options: TableOptions,
-    remove_unneeded: Annotated[
-        bool,
-        typer.Option(
-            "--remove-unneeded",
-            help="First remove the keys that no snapshot needs, as one commit; with --catalog only.",
-        ),
-    ] = False,
+    remove_unneeded: bool = False,
 ) -> None:
     """Show which master keys and KEKs a table depends on, and keys that nothing needs.
 
     Only the metadata file is read, and no KMS is called.
+
+    Options:
+        --remove-unneeded: First remove the keys that no snapshot needs, as one commit; with --catalog only.
     """
     if remove_unneeded:
         options.to_write(table, "--remove-unneeded").remove_unneeded_keys()
@@ -132,17 +127,6 @@ def rotate_table_command(
     else:
         keks = out.number_of(len(rotated), "KEK")
         out.answer(f"{table}: {keks} re-wrapped under the current version of {master_key_id}.")
-
-
-@contextmanager
-def _iceberg_installed() -> Iterator[None]:
-    from parquet_keytools.errors import ConfigurationError
-    from parquet_keytools.runtime.presentation import install_hint
-
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(f"{error.name} is not installed.", hint=install_hint("iceberg")) from None
 
 
 def _audit(located: LocatedTable, *, with_data: bool) -> None:

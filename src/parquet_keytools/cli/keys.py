@@ -25,25 +25,22 @@ if TYPE_CHECKING:
 @opt.with_options(opt.ReportOptions)
 def keys_command(
     paths: opt.PathsArgument,
-    config: Annotated[
-        Path | None, opt.config_option("The YAML configuration: its KMS opens footers that hide keys of columns.")
-    ] = None,
-    table: opt.TableOption = None,
-    aad_prefix: opt.AadPrefixOption = None,
-    fail_if_uses: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--fail-if-uses",
-            metavar="KEY[@VERSION]",
-            help="Exit with 1 if a file needs this master key, or if that is unknown. Repeatable.",
-        ),
-    ] = None,
-    ignore_skipped: opt.IgnoreSkippedOption = False,
+    config: Path | None = None,
+    table: str | None = None,
+    aad_prefix: str | None = None,
+    fail_if_uses: list[str] | None = None,
+    ignore_skipped: bool = False,
 ) -> None:
     """Show which files and columns depend on which master key.
 
     Run this before you disable or destroy a key, or a version of a key. Without a configuration no KMS is called:
     column keys inside encrypted footers are not visible, and versions are unknown.
+
+    Options:
+        --config FILE or $PARQUET_KEYTOOLS_CONFIG: The YAML configuration: its KMS opens footers that hide keys
+            of columns.
+        --fail-if-uses KEY[@VERSION]: Exit with 1 if a file needs this master key, or if that is unknown.
+            Repeatable.
     """
     from parquet_keytools.keytools import Keytools
 
@@ -83,22 +80,20 @@ def keys_command(
         raise typer.Exit(status)
 
 
+@opt.with_options()
 def hash_key_command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the secret in the configuration.")],
-    config: opt.ConfigOption,
-    master_key: Annotated[
-        str | None,
-        typer.Option(
-            "--master-key",
-            metavar="KEY",
-            help="The master key that wraps the secret. By default, the master key that wraps an existing secret.",
-        ),
-    ] = None,
+    config: Path,
+    master_key: str | None = None,
 ) -> None:
     """Create a secret for `denied_columns: hash`, or re-wrap one.
 
     Prints the lines for the configuration. If the configuration has a secret of this name, it is re-wrapped, and
     digests stay the same.
+
+    Options:
+        --master-key KEY: The master key that wraps the secret. By default, the master key that wraps an
+            existing secret.
     """
     with opt.open_keytools(config) as keytools:
         is_known = name in keytools.configuration.hash_keys
@@ -205,17 +200,15 @@ class _Uses:
         elif len(self.columns) < _MOST_COLUMNS_KEPT:
             self.columns[use.column] = None
 
-    def row(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
+    def row(self) -> tuple[str | int, ...]:
         """Return what `grouped_rows` takes."""
         is_master_key = self.kind == "master key"
         columns = list(filter(None, [_some(self.columns)]))
         if self.hidden_columns:
             columns.append(f"{self.hidden_columns:,} whose names are hidden")
-        return (
-            (self.key if is_master_key else f"{self.key} ({self.kind})",),
-            (self.version or ("?" if is_master_key else ""), ", ".join(columns)),
-            (self.files, self.footers),
-        )
+        name = self.key if is_master_key else f"{self.key} ({self.kind})"
+        version = self.version or ("?" if is_master_key else "")
+        return name, version, self.files, self.footers, ", ".join(columns)
 
 
 def _some(names: Collection[str]) -> str:
@@ -311,12 +304,8 @@ class _KeysTally:
 
     def show(self) -> None:
         """Print the summary."""
-        grouped = out.grouped_rows((uses.row() for uses in self._sorted()), self._template_of)
-        rows = [
-            (key, version, f"{files:,}", f"{footers:,}", columns)
-            for (key,), (version, columns), (files, footers) in grouped
-        ]
-        if rows:
+        if self._uses:
+            rows = out.grouped_rows((uses.row() for uses in self._sorted()), self._template_of)
             out.print_table("Keys", ["master key", "version", "files", "footers", "columns"], rows)
         if self._plaintext_columns:
             out.answer(f"Plaintext columns of encrypted files: {_some(self._plaintext_columns)}")
@@ -373,42 +362,37 @@ def _tenants() -> None:
 
 
 @tenants_app.command()
+@opt.with_options()
 def create(
     values: Annotated[list[str], typer.Argument(metavar="VALUE", help="Values of the placeholder.")],
-    config: opt.ConfigOption,
-    table: opt.TableOption = None,
-    placeholder: Annotated[
-        str | None,
-        typer.Option("--placeholder", metavar="NAME", help="The placeholder, if the table has several."),
-    ] = None,
-    template: Annotated[
-        Path | None,
-        typer.Option(
-            "--template",
-            metavar="FILE",
-            help="A YAML or JSON file with the `tags` and the `policy` of new keys, as far as the KMS has them. "
-            "The placeholder in braces stands for the value.",
-        ),
-    ] = None,
-    as_json: opt.JsonOption = False,
+    config: Path,
+    table: str | None = None,
+    placeholder: str | None = None,
+    template: Path | None = None,
+    json: bool = False,
 ) -> None:
     """Create the master keys of values, as the templates of a table name them.
 
     A master key that exists stays as it is. After an error, repeat the command.
+
+    Options:
+        --placeholder NAME: The placeholder, if the table has several.
+        --template FILE: A YAML or JSON file with the `tags` and the `policy` of new keys, as far as the KMS
+            has them. The placeholder in braces stands for the value.
     """
     given = {} if template is None else _template(template)
     found: list[TenantKey] = []
 
     def on_key(key: TenantKey) -> None:
         found.append(key)
-        if not as_json:
+        if not out.json_wanted():
             out.answer(f"{key.value}: {'created' if key.created else 'exists'}: {key.master_key_id}")
 
     try:
         with opt.open_keytools(config) as keytools:
             keytools.create_tenant_keys(values, table_name=table, placeholder=placeholder, on_key=on_key, **given)
     finally:
-        if as_json:
+        if out.json_wanted():
             out.print_json([out.to_dict(key) for key in found])
 
 

@@ -30,30 +30,18 @@ app = typer.Typer(
 )
 
 
-PassphraseFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--passphrase-file",
-        metavar="FILE",
-        help=f"File with the passphrase. Otherwise ${ENVIRONMENT_VARIABLE}, or a prompt.",
-    ),
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class KeystoreOptions:
-    """Where the keystore is, and its passphrase."""
+    """Where the keystore is, and its passphrase.
 
-    path: Annotated[Path | None, typer.Option("--path", metavar="FILE", help="The keystore file.")] = None
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="A configuration whose `kms:` names the keystore file and its passphrase.",
-        ),
-    ] = None
-    passphrase_file: PassphraseFileOption = None
+    Options:
+        --path FILE: The keystore file.
+        --config FILE: A configuration whose `kms:` names the keystore file and its passphrase.
+    """
+
+    path: Path | None = None
+    config: Path | None = None
+    passphrase_file: Path | None = None
 
     @property
     def name(self) -> str:
@@ -178,12 +166,12 @@ def _key_text(name: str, key_version: int | None) -> str:
 
 @app.command("list")
 @opt.with_options(KeystoreOptions)
-def list_keys(options: KeystoreOptions, as_json: opt.JsonOption = False, wide: opt.WideOption = False) -> None:
+def list_keys(options: KeystoreOptions, json: bool = False, wide: bool = False) -> None:
     """List the master keys and their versions."""
-    _show_keys(options.keystore().open(), options.name, as_json)
+    _show_keys(options.keystore().open(), options.name)
 
 
-def _show_keys(opened: OpenKeystore, title: str, as_json: bool) -> None:
+def _show_keys(opened: OpenKeystore, title: str) -> None:
     rows: list[dict[str, Any]] = [
         {
             "name": name,
@@ -199,13 +187,13 @@ def _show_keys(opened: OpenKeystore, title: str, as_json: bool) -> None:
     def state_of(row: dict[str, Any]) -> str:
         return ("enabled" if row["enabled"] else "disabled") + (", wraps" if row["current"] else "")
 
-    _show_versions(rows, title, "created", state_of, as_json)
+    _show_versions(rows, title, "created", state_of)
 
 
 def _show_versions(
-    rows: list[dict[str, Any]], title: str, third: str, state_of: Callable[[dict[str, Any]], str], as_json: bool
+    rows: list[dict[str, Any]], title: str, third: str, state_of: Callable[[dict[str, Any]], str]
 ) -> None:
-    if as_json:
+    if out.json_wanted():
         out.print_json(rows)
         return
     cells = [(row["name"], str(row["version"] or ""), str(row[third]), state_of(row)) for row in rows]
@@ -231,19 +219,20 @@ def backup(
 
 
 @app.command()
+@opt.with_options()
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The keystore, or a backup of it.")],
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="A configuration that has the passphrase of the keystore."),
-    ] = None,
-    passphrase_file: PassphraseFileOption = None,
-    as_json: opt.JsonOption = False,
+    config: Path | None = None,
+    passphrase_file: Path | None = None,
+    json: bool = False,
 ) -> None:
     """Check a keystore or a backup, and list its keys.
 
     Each version of each master key is unwrapped. Exit status: 0 if all of them can be used, 1 if the file is
     damaged, 2 if the passphrase does not belong to it.
+
+    Options:
+        --config FILE: A configuration that has the passphrase of the keystore.
     """
     from parquet_keytools.errors import KmsResponseInvalidError
     from parquet_keytools.kms.keystore_file import Keystore
@@ -258,25 +247,22 @@ def check(
     except KmsResponseInvalidError as error:
         out.say(f"Error: {error}")
         raise typer.Exit(out.ExitStatus.NO) from None
-    _show_keys(opened, f"{file} can be restored", as_json)
+    _show_keys(opened, f"{file} can be restored")
 
 
 @app.command("change-passphrase")
 @opt.with_options(KeystoreOptions)
 def change_passphrase(
     options: KeystoreOptions,
-    new_passphrase_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--new-passphrase-file",
-            metavar="FILE",
-            help=f"File with the new passphrase. Otherwise ${NEW_ENVIRONMENT_VARIABLE}, or a prompt.",
-        ),
-    ] = None,
+    new_passphrase_file: Path | None = None,
 ) -> None:
     """Encrypt the master keys with another passphrase.
 
     Copies of the file keep the old passphrase.
+
+    Options:
+        --new-passphrase-file FILE: File with the new passphrase. Otherwise $PARQUET_KEYTOOLS_NEW_PASSPHRASE,
+            or a prompt.
     """
     keystore = options.keystore()
     keystore.open()  # Detects a wrong passphrase before the prompt for a new one.
@@ -319,9 +305,13 @@ pkcs11_app = typer.Typer(name="pkcs11", help="Manage master keys in an HSM with 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    """Which token."""
+    """Which token.
 
-    config: Annotated[Path, opt.config_option("A configuration whose `kms:` names the token and its PIN.")]
+    Options:
+        --config FILE or $PARQUET_KEYTOOLS_CONFIG: A configuration whose `kms:` names the token and its PIN.
+    """
+
+    config: Path
 
     def keys(self) -> Pkcs11Kms:
         """Return the client of the token."""
@@ -355,9 +345,7 @@ add_key_commands(pkcs11_app, TokenOptions)
 
 @pkcs11_app.command("list")
 @opt.with_options(TokenOptions)
-def list_keys_of_token(
-    options: TokenOptions, as_json: opt.JsonOption = False, wide: opt.WideOption = False
-) -> None:
+def list_keys_of_token(options: TokenOptions, json: bool = False, wide: bool = False) -> None:
     """List the secret keys of the token that have a label, and whether they can be used."""
     with options.keys() as kms:
         keys = kms.list_versions()
@@ -381,4 +369,4 @@ def list_keys_of_token(
             return f"refused: {row['refused'] or 'its CKA_ID is no version'}"
         return ", ".join(use for use in ("wraps", "unwraps") if row[use]) or "disabled"
 
-    _show_versions(rows, str(options.config), "origin", state_of, as_json)
+    _show_versions(rows, str(options.config), "origin", state_of)

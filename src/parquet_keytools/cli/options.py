@@ -6,14 +6,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_origin, get_type_hints
 
 import typer
 
-from parquet_keytools.cli.output import keep_context
+from parquet_keytools.cli.output import known_options, picked
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -28,21 +29,21 @@ def refuse_other_encoding(text: str, name: str) -> None:
         raise typer.BadParameter("not valid UTF-8.", param_hint=name) from None
 
 
-def checked_aad_prefix(text: str | None) -> str | None:
-    """Return an AAD prefix from the command line; refuse an invalid one."""
-    if text is not None:
-        refuse_other_encoding(text, "--aad-prefix")
-        if not text:
-            # Probably an unset shell variable. It must not mean "any prefix".
-            raise typer.BadParameter("it is empty.", param_hint="--aad-prefix")
-        from parquet_keytools.encryption.aad import prefix_bytes
-        from parquet_keytools.errors import AadPrefixError
+def _check_aad_prefix(text: str | None) -> None:
+    """Refuse an invalid AAD prefix from the command line."""
+    if text is None:
+        return
+    refuse_other_encoding(text, "--aad-prefix")
+    if not text:
+        # Probably an unset shell variable. It must not mean "any prefix".
+        raise typer.BadParameter("it is empty.", param_hint="--aad-prefix")
+    from parquet_keytools.encryption.aad import prefix_bytes
+    from parquet_keytools.errors import AadPrefixError
 
-        try:
-            prefix_bytes(text)
-        except AadPrefixError as error:
-            raise typer.BadParameter(str(error), param_hint="--aad-prefix") from None
-    return text
+    try:
+        prefix_bytes(text)
+    except AadPrefixError as error:
+        raise typer.BadParameter(str(error), param_hint="--aad-prefix") from None
 
 
 SKIP_UNAUTHENTICATED = "--skip-existing-unauthenticated"
@@ -68,143 +69,35 @@ PathsArgument = Annotated[
 ]
 ViewedArgument = Annotated[str, typer.Argument(metavar="PATH", help="File or folder, or its URI.")]
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
-"""The environment variable that replaces --config."""
-
-
-def config_option(help_text: str) -> Any:
-    """Return the option `--config`; its help says what the command needs the configuration for."""
-    return typer.Option("--config", metavar="FILE", envvar=CONFIG_VARIABLE, help=help_text)
-
-
-ConfigOption = Annotated[Path, config_option("The YAML configuration.")]
-TableOption = Annotated[
-    str | None,
-    typer.Option("--table", metavar="NAME", help="A table of the configuration. Not needed if it has only one."),
-]
-AadPrefixOption = Annotated[
-    str | None,
-    typer.Option(
-        "--aad-prefix",
-        metavar="TEXT",
-        help="The AAD prefix that the file must have, instead of its table's: text, or base64:... for bytes.",
-        callback=checked_aad_prefix,
-    ),
-]
-PartsOption = Annotated[
-    int | None, typer.Option("--parts", metavar="N", min=1, help="The folder must have parts 0 to N-1, each once.")
-]
-AllowPlaintextOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-plaintext",
-        metavar="GLOB",
-        help="Accept plaintext files of a folder whose path within it this glob matches; may be repeated.",
-    ),
-]
-VerifyStrictOption = Annotated[
-    bool, typer.Option("--strict", help="Exit with 1 for weaknesses, too, unless the table accepts them.")
-]
-OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="Replace DST, or files of the same names in the folder DST.")
-]
-SkipExistingOption = Annotated[
-    bool,
-    typer.Option(
-        "--skip-existing",
-        help="Skip files that an earlier run wrote: newer than their source, with the same columns, rows and "
-        "statistics, under the same keys. Other existing files are errors, unless --overwrite replaces them.",
-    ),
-]
-SkipUnauthenticatedOption = Annotated[
-    bool,
-    typer.Option(
-        SKIP_UNAUTHENTICATED,
-        help="The same, for writers that may not unwrap keys; also --skip-existing=unauthenticated. Compares what "
-        "files show without keys: algorithm, AAD prefix and footer key, with a plaintext footer also rows and "
-        "columns. Nothing is authenticated.",
-    ),
-]
-JsonOption = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        help="Print JSON to standard output, and text to standard error.",
-        callback=keep_context,
-    ),
-]
-WideOption = Annotated[
-    bool,
-    typer.Option(
-        "--wide",
-        help="Print long names in tables in full. By default, a terminal shows them without their middle.",
-        callback=keep_context,
-    ),
-]
-ProcessesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--processes",
-        metavar="N",
-        min=1,
-        help="Number of processes that share the small files of a folder. By default one for each processor, if "
-        "there are hundreds of files.",
-    ),
-]
-IgnoreSkippedOption = Annotated[
-    bool,
-    typer.Option(
-        "--ignore-skipped",
-        help="Do not look for encrypted files whose names, or the names of their folders, begin with . or _.",
-    ),
-]
-FollowLinksOption = Annotated[
-    bool,
-    typer.Option(
-        "--follow-links",
-        help="Also change files outside of the named folder that links lead to. Otherwise, they count as failed.",
-    ),
-]
-
-UpdateListOption = Annotated[
-    str | None,
-    typer.Option(
-        "--update-list",
-        metavar="LIST",
-        help="Compare the files with this list of `verify --record` first, and replace the list afterwards.",
-    ),
-]
-ListKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--list-key",
-        metavar="KEY",
-        help="The master key that authenticates lists. Default: the footer key of the table.",
-    ),
-]
+"""The environment variable that replaces --config; docstrings have its name, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Options of commands that report on many files. Their callbacks tell `output`."""
+    """Options of commands that report on many files. `output` knows them.
 
-    as_json: JsonOption = False
-    verbose: Annotated[
-        bool,
-        typer.Option(
-            "--verbose",
-            help="Print each failure. By default, equal failures are one line with a count and three examples.",
-            callback=keep_context,
-        ),
-    ] = False
-    wide: WideOption = False
+    Options:
+        --verbose: Print each failure. By default, equal failures are one line with a count and three examples.
+    """
+
+    json: bool = False
+    verbose: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotationOptions(ReportOptions):
-    """Options of `rotate`, here and on Spark."""
+    """Options of `rotate`, here and on Spark.
 
-    config: ConfigOption
-    table: TableOption = None
+    Options:
+        --only-master-key KEY: Rotate only keys that this master key wraps. Repeatable.
+        --older-than VERSION: Rotate only keys under older versions of their master key.
+        --new-keks: Create new KEKs, after a KEK leaked. DEKs stay: see rekey.
+        --dry-run: Change nothing; show what would change, and the KMS calls.
+    """
+
+    config: Path
+    table: str | None = None
     from_keys: Annotated[
         list[str] | None,
         typer.Option("--from", metavar="KEY", help="Move keys from this master key to the --to that follows."),
@@ -212,26 +105,12 @@ class RotationOptions(ReportOptions):
     to_keys: Annotated[
         list[str] | None, typer.Option("--to", metavar="KEY", help="The master key that replaces it.")
     ] = None
-    only_master_keys: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only-master-key", metavar="KEY", help="Rotate only keys that this master key wraps. Repeatable."
-        ),
-    ] = None
-    older_than: Annotated[
-        str | None,
-        typer.Option(
-            "--older-than", metavar="VERSION", help="Rotate only keys under older versions of their master key."
-        ),
-    ] = None
-    new_keks: Annotated[
-        bool, typer.Option("--new-keks", help="Create new KEKs, after a KEK leaked. DEKs stay: see rekey.")
-    ] = False
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing; show what would change, and the KMS calls.")
-    ] = False
-    aad_prefix: AadPrefixOption = None
-    follow_links: FollowLinksOption = False
+    only_master_key: list[str] | None = None
+    older_than: str | None = None
+    new_keks: bool = False
+    dry_run: bool = False
+    aad_prefix: str | None = None
+    follow_links: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `Keytools.rotate`."""
@@ -241,39 +120,99 @@ class RotationOptions(ReportOptions):
                 f"each --from needs its --to, but there are {len(old)} --from and {len(new)} --to.",
                 param_hint="--from",
             )
-        for key in old:
-            if old.count(key) > 1:
-                raise typer.BadParameter(
-                    f"{key!r} comes twice: it can move to one master key.", param_hint="--from"
-                )
-        return {
+        if twice := [key for key in old if old.count(key) > 1]:
+            raise typer.BadParameter(
+                f"{twice[0]!r} comes twice: it can move to one master key.", param_hint="--from"
+            )
+        return picked(self, "older_than", "new_keks", "dry_run", "aad_prefix", "follow_links") | {
             "moves": dict(zip(old, new, strict=True)) or None,
-            "only_master_keys": self.only_master_keys or None,
-            "older_than": self.older_than,
-            "new_keks": self.new_keks,
-            "dry_run": self.dry_run,
+            "only_master_keys": self.only_master_key or None,
             "table_name": self.table,
-            "aad_prefix": self.aad_prefix,
-            "follow_links": self.follow_links,
         }
 
 
-def with_options(group: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the fields of a dataclass to the options of a command, passed as `options` if it has this argument."""
+_SHARED = """
+Options:
+    --json: Print JSON to standard output, and text to standard error.
+    --wide: Print long names in tables in full. By default, a terminal shows them without their middle.
+    --config FILE or $PARQUET_KEYTOOLS_CONFIG: The YAML configuration.
+    --in-place: Replace each file of SRC when the new file is complete and checked.
+    --aad-prefix TEXT: The AAD prefix that the file must have, instead of its table's: text, or base64:... for
+        bytes.
+    --parts N>=1: The folder must have parts 0 to N-1, each once.
+    --processes N>=1: Number of processes that share the small files of a folder. By default one for each
+        processor, if there are hundreds of files.
+    --file-on-nodes FILE: The path of the YAML file on every node, instead of sending it.
+    --passphrase-file FILE: File with the passphrase. Otherwise $PARQUET_KEYTOOLS_PASSPHRASE, or a prompt.
+    --set NAME=VALUE: The value of a placeholder in names of keys, such as tenant=acme; see key_values in the
+        table.
+    --table NAME: A table of the configuration. Not needed if it has only one.
+    --allow-plaintext GLOB: Accept plaintext files of a folder whose path within it this glob matches; may be
+        repeated.
+    --strict: Exit with 1 for weaknesses, too, unless the table accepts them.
+    --overwrite: Replace DST, or files of the same names in the folder DST.
+    --skip-existing: Skip files that an earlier run wrote: newer than their source, with the same columns, rows
+        and statistics, under the same keys. Other existing files are errors, unless --overwrite replaces them.
+    --ignore-skipped: Do not look for encrypted files whose names, or the names of their folders, begin with .
+        or _.
+    --follow-links: Also change files outside of the named folder that links lead to. Otherwise, they count as
+        failed.
+    --update-list LIST: Compare the files with this list of `verify --record` first, and replace the list
+        afterwards.
+    --list-key KEY: The master key that authenticates lists. Default: the footer key of the table.
+"""
+"""Options of several commands."""
+
+_OPTION = re.compile(r"(--\S+?)(?: (\S+?)(?:>=(\d))?)?(?: or \$(\w+))?: (.+)")
+
+
+def _documented(docstring: str | None) -> dict[str, Any]:
+    """Return name -> option for lines under `Options:` in a docstring, such as `--where FILTER: Which.`."""
+    _, _, text = f"\n{inspect.cleandoc(docstring or '')}".partition("\nOptions:\n")
+    found = {}
+    for entry in re.split(r"^ {4}(?=--)", text, flags=re.MULTILINE)[1:]:
+        parsed = cast("re.Match[str]", _OPTION.fullmatch(" ".join(entry.split())))
+        flag, metavar, least, variable, shown = parsed.groups()
+        name = flag.partition("/")[0].removeprefix("--").replace("-", "_")
+        found[name] = typer.Option(
+            flag, metavar=metavar, min=int(least) if least else None, envvar=variable, help=shown
+        )
+    return found
+
+
+def with_options(group: type[Any] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make options of a command from the arguments that its docstring has under `Options:`.
+
+    The fields of a dataclass are further options, passed as `options` if the command has this argument.
+    """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(command, include_extras=True) | get_type_hints(group, include_extras=True)
+        hints = get_type_hints(command, include_extras=True)
+        docstrings = [_SHARED, command.__doc__]
         parameters = list(inspect.signature(command).parameters.values())
         own = [parameter for parameter in parameters if parameter.name != "options"]
-        shared = inspect.signature(group).parameters
+        shared: Mapping[str, inspect.Parameter] = {}
+        if group is not None:
+            hints |= get_type_hints(group, include_extras=True)
+            shared = inspect.signature(group).parameters
+            docstrings += [each.__doc__ for each in group.__mro__]
+        documented = {name: option for each in docstrings for name, option in _documented(each).items()}
+        for name, hint in hints.items():
+            if name in documented and get_origin(hint) is not Annotated:
+                hints[name] = Annotated[hint, documented[name]]
+        unknown = [part.name for part in (*own, *shared.values()) if get_origin(hints[part.name]) is not Annotated]
+        assert not unknown, f"{command.__name__} does not describe {unknown}"
 
         def run(**given: Any) -> None:
-            options = group(**{name: given.pop(name) for name in shared})
-            if len(own) < len(parameters):
-                given["options"] = options
-            command(**given)
+            options = {name: given.pop(name) for name in shared}
+            known = given | options
+            _check_aad_prefix(known.get("aad_prefix"))
+            with known_options(known):
+                if len(own) < len(parameters) and group is not None:
+                    given["options"] = group(**options)
+                command(**given)
 
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__name__, run.__doc__ = command.__name__, (command.__doc__ or "").partition("    Options:\n")[0]
         run.__annotations__ = {name: hint for name, hint in hints.items() if name != "options"}
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [

@@ -13,11 +13,11 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
@@ -26,32 +26,39 @@ from parquet_keytools.runtime.presentation import printable
 if TYPE_CHECKING:
     from parquet_keytools.storage.walk import LeftOut
 
-T = TypeVar("T")
-
 _STYLES = re.compile(r"(\x1b\[(?:0|1|3[1-7])m)")
 """The escape sequences of `typer.style`: bold, colours, and their end."""
 
-_command: ContextVar[typer.Context | None] = ContextVar("command", default=None)
+_arguments: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
+_options: ContextVar[Mapping[str, Any] | None] = ContextVar("options", default=None)
 
 WIDTH_WITHOUT_TERMINAL = 160
 """Width of tables in columns; longer cells are wrapped, never cut."""
 
 
-def keep_context(context: typer.Context, value: T) -> T:
-    """Make a command's options known here until it ends: the callback of `--json`, `--verbose` and `--wide`."""
-    token = _command.set(context)
-    context.call_on_close(lambda: _command.reset(token))
-    return value
+def keep_arguments(context: typer.Context, arguments: Sequence[str]) -> None:
+    """Make the arguments of the program known here until its command ends."""
+    token = _arguments.set(arguments)
+    context.call_on_close(lambda: _arguments.reset(token))
+
+
+@contextlib.contextmanager
+def known_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Make a command's options known here in the block: `--json`, `--verbose` and `--wide`."""
+    token = _options.set(options)
+    try:
+        yield
+    finally:
+        _options.reset(token)
 
 
 def _is_given(option: str) -> bool:
-    context = _command.get()
-    return context is not None and bool(context.params.get(option))
+    return bool((_options.get() or {}).get(option))
 
 
 def json_wanted() -> bool:
     """Return whether stdout is reserved for a JSON document."""
-    return _is_given("as_json")
+    return _is_given("json")
 
 
 def is_verbose() -> bool:
@@ -118,9 +125,7 @@ def say_not_attempted(number: int, total: int, option: str = "") -> None:
 
 def again(*more: str) -> str:
     """Return how to repeat this command with more arguments, as the end of a sentence."""
-    context = _command.get()
-    # The group keeps its arguments.
-    arguments: Sequence[str] = () if context is None else context.find_root().obj or ()
+    arguments = _arguments.get()
     # A URI may contain credentials, before its host or in its query.
     if not arguments or any("://" in text and ("@" in text or "?" in text) for text in arguments):
         return "."
@@ -154,9 +159,6 @@ class Messages:
         self._show = show
         self._noun = noun
         self._groups: dict[str, _Group] = {}
-
-    def __len__(self) -> int:
-        return sum(group.count for group in self._groups.values())
 
     def add(self, path: str, text: str, *other_paths: str) -> None:
         """Add a message about a file; its text may contain the path, and other paths such as of the output."""
@@ -309,29 +311,34 @@ _LEAST_NAME = 20
 MOST_OF_A_TEMPLATE = 3
 """How many keys of one template have lines of their own."""
 
-_Row = tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]
-
 
 def grouped_rows(
-    rows: Iterable[_Row],
+    rows: Iterable[tuple[str | int, ...]],
     template_of: Callable[[str], str | None],
-) -> Iterator[_Row]:
-    """Yield rows about master keys; rows of many keys of one template that are alike are one row, with sums.
+    names: Collection[int] = (0,),
+) -> Iterator[list[str]]:
+    """Yield rows for a table; rows of many keys of one template that are alike are one row, with sums.
 
-    A row has identifiers of master keys, cells that must be the same, and numbers. `template_of` returns the
+    Cells at the positions `names` are identifiers of master keys; numbers are summed. `template_of` returns the
     template of an identifier; None if it has none.
     """
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[_Row]] = {}
+
+    def alike(position: int, cell: str | int) -> str | None:
+        if isinstance(cell, int):
+            return None
+        return (template_of(cell) if position in names else None) or cell
+
+    groups: dict[tuple[str | None, ...], list[tuple[str | int, ...]]] = {}
     for row in rows:
-        templates = tuple(template_of(name) or name for name in row[0])
-        groups.setdefault((templates, row[1]), []).append(row)
-    for (templates, cells), members in groups.items():
-        if len(members) <= MOST_OF_A_TEMPLATE:
-            yield from members
-        else:
-            name = f"{templates[0]} ({len(members):,} values)"
-            sums = tuple(map(sum, zip(*(numbers for _, _, numbers in members), strict=True)))
-            yield (name, *templates[1:]), cells, sums
+        groups.setdefault(tuple(alike(*cell) for cell in enumerate(row)), []).append(row)
+    for cells, members in groups.items():
+        if len(members) > MOST_OF_A_TEMPLATE:
+            sums = [sum(cell for cell in column if isinstance(cell, int)) for column in zip(*members, strict=True)]
+            name = f"{cells[0]} ({len(members):,} values)"
+            rest = [total if cell is None else cell for cell, total in zip(cells[1:], sums[1:], strict=True)]
+            members = [(name, *rest)]
+        for row in members:
+            yield [f"{cell:,}" if isinstance(cell, int) else cell for cell in row]
 
 
 def _around(widths: Sequence[int]) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from html import escape
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @opt.with_options(opt.ReportOptions)
 def report_command(
     paths: opt.PathsArgument,
-    config: opt.ConfigOption,
+    config: Path,
     readers: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,23 +36,23 @@ def report_command(
             "Repeatable.",
         ),
     ] = None,
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Write the report to this file or URI, as HTML.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --html.")] = False,
-    no_verify: Annotated[
-        bool,
-        typer.Option("--no-verify", help="Do not verify the files, which reads all of them. The report says so."),
-    ] = False,
-    table: opt.TableOption = None,
-    aad_prefix: opt.AadPrefixOption = None,
-    processes: opt.ProcessesOption = None,
+    html: str | None = None,
+    overwrite: bool = False,
+    no_verify: bool = False,
+    table: str | None = None,
+    aad_prefix: str | None = None,
+    processes: int | None = None,
 ) -> None:
     """Report which column is under which key, and who reads it.
 
     The exit status is 0 only if the report has no problem: the files conform, none is plaintext, and all keys are
     proven. With --no-verify, nothing is looked for in hidden folders and under names that readers skip. Column
     access is measured with the keys of the files, not read from configurations or policies.
+
+    Options:
+        --html FILE: Write the report to this file or URI, as HTML.
+        --overwrite: Replace the file of --html.
+        --no-verify: Do not verify the files, which reads all of them. The report says so.
     """
     from parquet_keytools.keytools import Keytools
     from parquet_keytools.protection_report import make_report
@@ -81,9 +81,9 @@ def report_command(
                 verify=not no_verify,
                 on_file=progress.count,
             )
-    shown = grouped(report, keytools.configuration.template_of)
+    shown = report.grouped(keytools.configuration.template_of, out.MOST_OF_A_TEMPLATE)
     if target is not None:
-        page = "".join(f"{line}\n" for line in html_lines(shown)).encode()
+        page = html_page(shown).encode()
         with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
             with pending.open_sink() as sink:
                 sink.write_at(0, page)
@@ -96,53 +96,8 @@ def report_command(
     status = out.status_of_all(report.failures)
     if report.failures and status is not out.ExitStatus.NO:
         raise typer.Exit(status)
-    if report.has_problems:
+    if any(remark.is_problem for remark in report.exceptions):
         raise typer.Exit(out.ExitStatus.NO)
-
-
-def grouped(report: ProtectionReport, template_of: Callable[[str], str | None]) -> ProtectionReport:
-    """Return a report for people, in which many keys of one template, in one version, are one key."""
-    groups: dict[object, list[int]] = {}
-    for position, key in enumerate(report.keys):
-        template = template_of(key.key)
-        groups.setdefault((template, key.version) if template else position, []).append(position)
-    lines = sorted(
-        line
-        for group in groups.values()
-        for line in ([group] if len(group) > out.MOST_OF_A_TEMPLATE else ([position] for position in group))
-    )
-    place = {position: number for number, line in enumerate(lines) for position in line}
-    merged = {report.keys[position].key for line in lines if len(line) > 1 for position in line}
-
-    def key_of(line: list[int]) -> ProtectingKey:
-        first, *others = members = [report.keys[position] for position in line]
-        if not others:
-            return first
-        return replace(
-            first,
-            key=f"{template_of(first.key)} ({len(members):,} values)",
-            files=sum(key.files for key in members),
-            created=min((key.created for key in members if key.created), default=None),
-            created_note=first.created_note or "the first of them",
-            first_modified=min((key.first_modified for key in members if key.first_modified), default=None),
-            last_modified=max((key.last_modified for key in members if key.last_modified), default=None),
-        )
-
-    def counted(column: ColumnReport) -> ColumnReport:
-        counts: Counter[int] = Counter()
-        for position, number in column.keys.items():
-            counts[place[position]] += number
-        return replace(column, keys=counts)
-
-    return replace(
-        report,
-        keys=tuple(map(key_of, lines)),
-        columns=tuple(map(counted, report.columns)),
-        timeline=tuple(version for version in report.timeline if version.key not in merged),
-        files=tuple(
-            replace(file, keys=tuple(sorted({place[position] for position in file.keys}))) for file in report.files
-        ),
-    )
 
 
 # --- text ---
@@ -215,67 +170,34 @@ def _summary(report: ProtectionReport) -> str:
 
 # --- HTML ---
 
-_STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;color:#1b1b1b;background:#fff}
-body{max-width:75rem;margin:2rem auto;padding:0 1rem;overflow-wrap:anywhere}
-h1,h2{line-height:1.2}
-table{border-collapse:collapse;width:100%;margin:.5rem 0 1rem}
-caption{text-align:left;font-style:italic}
-th,td{border:1px solid #767676;padding:.3rem .5rem;text-align:left;vertical-align:top;min-width:5em}
-thead th{background:#e8eef4}
-tbody th{min-width:8em}
-td.number{text-align:right;overflow-wrap:normal}
-td.time{white-space:nowrap}
-td.yes{background:#dff0df}
-td.no{background:#f7dede}
-td.unknown,td.plaintext{background:#fdf3cf}
-li.problem strong{color:#9b1c1c}
-.wide{overflow-x:auto}
-svg{width:100%;min-width:40rem;height:auto}
-.paper{display:none}
-@media print{body{font-size:10pt;margin:0;padding:0;max-width:none}.wide{overflow:visible}.paper{display:block}
-svg{min-width:0}details.files{display:none}
-thead{display:table-header-group}tr,li{break-inside:avoid}h2{break-after:avoid}
-td,th,thead th{print-color-adjust:exact}}
-""".strip()
 
-
-def html_lines(report: ProtectionReport) -> Iterator[str]:
-    """Yield the lines of one HTML page: without a script, and without anything to load.
+def html_page(report: ProtectionReport) -> str:
+    """Return one HTML page: without a script, and without anything to load.
 
     Anyone may have named the files, columns and keys: each text goes through `_text`.
     """
-    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    yield '<meta name="referrer" content="no-referrer">'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield f"<title>Column encryption report</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>"
-    yield "<h1>Column encryption report</h1>"
-    yield f"<p>Of {', '.join(_text(path) for path in report.paths)}, made at {_text(report.made)}.</p>"
-    yield f"<p>{_text(_summary(report))}</p>"
-    yield "<h2>Exceptions</h2>"
-    yield _remark_list(report.exceptions, "There are no exceptions.")
-    yield from _columns_by_keys(report)
-    yield from _columns_by_readers(report)
-    yield from _timeline(report)
-    yield "<h2>Plaintext files</h2>"
-    yield _path_list(report.plaintext_files, "All Parquet files are encrypted.")
-    yield "<h2>Files that are not Parquet</h2>"
-    yield _path_list(report.not_parquet, "There are none.")
-    yield "<h2>Not examined</h2>"
-    yield _remark_list(report.not_examined, "Everything was examined.")
-    yield from _all_files(report)
-    yield "</main>\n</body>\n</html>"
+    page = resources.files("parquet_keytools.cli").joinpath("report.html").read_text("utf-8")
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    return Template(page).substitute(
+        digest=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
+        paths=", ".join(map(_text, report.paths)),
+        made=_text(report.made),
+        summary=_text(_summary(report)),
+        exceptions=_list(map(_remark_item, report.exceptions), "There are no exceptions."),
+        columns_by_keys="\n".join(_columns_by_keys(report)),
+        columns_by_readers="\n".join(_columns_by_readers(report)),
+        chart="\n".join(_chart(report)),
+        keys="\n".join(_keys(report)),
+        plaintext_files=_list(map(_path_item, report.plaintext_files), "All Parquet files are encrypted."),
+        not_parquet=_list(map(_path_item, report.not_parquet), "There are none."),
+        not_examined=_list(map(_remark_item, report.not_examined), "Everything was examined."),
+        number=f"{len(report.files):,}",
+        files="\n".join(_files(report)),
+    )
 
 
 def _text(text: object) -> str:
     return escape(printable(str(text)), quote=True)
-
-
-def _remark_list(remarks: Sequence[Remark], if_none: str) -> str:
-    return _list("".join(map(_remark_item, remarks)), if_none)
 
 
 def _remark_item(remark: Remark) -> str:
@@ -288,12 +210,13 @@ def _remark_item(remark: Remark) -> str:
     return f'<li class="{kind}"><strong>{kind.capitalize()}:</strong> {_text(remark.text)}{count}{inner}</li>\n'
 
 
-def _path_list(paths: Sequence[str], if_none: str) -> str:
-    return _list("".join(f"<li>{_text(path)}</li>\n" for path in paths), if_none)
+def _path_item(path: str) -> str:
+    return f"<li>{_text(path)}</li>\n"
 
 
-def _list(items: str, if_none: str) -> str:
-    return f"<ul>\n{items}</ul>" if items else f"<p>{_text(if_none)}</p>"
+def _list(items: Iterable[str], if_none: str) -> str:
+    inner = "".join(items)
+    return f"<ul>\n{inner}</ul>" if inner else f"<p>{_text(if_none)}</p>"
 
 
 def _table(label: str, headings: Iterable[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -324,7 +247,6 @@ _KEYS_AT_A_TIME = 5
 
 
 def _columns_by_keys(report: ProtectionReport) -> Iterator[str]:
-    yield "<h2>Which column is under which key</h2>"
     # Tables of a few keys each fit on paper.
     for first in range(0, max(len(report.keys), 1), _KEYS_AT_A_TIME):
         positions = range(first, min(first + _KEYS_AT_A_TIME, len(report.keys)))
@@ -351,7 +273,6 @@ def _columns_by_some_keys(report: ProtectionReport, positions: range, *, with_su
 
 
 def _columns_by_readers(report: ProtectionReport) -> Iterator[str]:
-    yield "<h2>Who reads which column</h2>"
     if not report.readers:
         yield "<p>No configuration was named with --as.</p>"
         return
@@ -373,18 +294,10 @@ def _columns_by_readers(report: ProtectionReport) -> Iterator[str]:
     yield from _table("Access to the column where it is encrypted", ["Column", *map(_text, report.readers)], rows)
     if reasons:
         yield "<p>Why not:</p>"
-        yield _path_list(list(reasons), "")
+        yield _list(map(_path_item, reasons), "")
 
 
-def _timeline(report: ProtectionReport) -> Iterator[str]:
-    yield "<h2>Time line of key versions</h2>"
-    yield (
-        "<p>Creation times are stated by the KMS. First and last file are modification times of the files "
-        "that need the key: the file system states them, and nothing authenticates them.</p>"
-    )
-    yield '<div class="wide" role="region" aria-label="Drawing of the time line" tabindex="0">'
-    yield from _chart(report)
-    yield "</div>"
+def _keys(report: ProtectionReport) -> Iterator[str]:
     rows = (
         [
             _text(_key_title(report, position)),
@@ -409,16 +322,14 @@ _CHART_WIDTH, _LABEL_WIDTH, _ROW_HEIGHT = 1000, 60, 26
 
 def _chart(report: ProtectionReport) -> Iterator[str]:
     """Yield a drawing: a line from the creation of each key to its last file, and a bar for its files."""
-    times = [key.created for key in report.keys] + [key.last_modified for key in report.keys]
-    times += [key.first_modified for key in report.keys]
-    known = sorted(time for time in times if time is not None)
+    times = [time for key in report.keys for time in (key.created, key.first_modified, key.last_modified)]
+    known = sorted(filter(None, times))
     if not known:
         return
-    first, last = datetime.fromisoformat(known[0]), datetime.fromisoformat(known[-1])
-    seconds = (last - first).total_seconds() or 1.0
+    first, last = (datetime.fromisoformat(time).timestamp() for time in (known[0], known[-1]))
 
     def place(time: str) -> float:
-        share = (datetime.fromisoformat(time) - first).total_seconds() / seconds
+        share = (datetime.fromisoformat(time).timestamp() - first) / (last - first or 1.0)
         return round(_LABEL_WIDTH + share * (_CHART_WIDTH - _LABEL_WIDTH - 20), 1)
 
     height = _ROW_HEIGHT * (len(report.keys) + 1)
@@ -441,10 +352,7 @@ def _chart(report: ProtectionReport) -> Iterator[str]:
     yield f'<text x="{_CHART_WIDTH}" y="{y}" font-size="14" text-anchor="end">{_text(known[-1])}</text>\n</svg>'
 
 
-def _all_files(report: ProtectionReport) -> Iterator[str]:
-    yield "<h2>Files</h2>"
-    yield f'<p class="paper">The list of all {len(report.files):,} files is not printed.</p>'
-    yield f'<details class="files"><summary>All {len(report.files):,} files</summary>'
+def _files(report: ProtectionReport) -> Iterator[str]:
     rows = (
         [
             _text(file.path),
@@ -456,4 +364,3 @@ def _all_files(report: ProtectionReport) -> Iterator[str]:
     )
     headings = ["File", "Modification time (not authenticated)", "Keys", "Problem"]
     yield from _table("Parquet files", headings, rows)
-    yield "</details>"

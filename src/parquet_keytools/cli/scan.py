@@ -8,7 +8,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import typer
@@ -25,36 +25,12 @@ if TYPE_CHECKING:
 @opt.with_options(opt.ReportOptions)
 def scan_command(
     paths: opt.PathsArgument,
-    config: Annotated[
-        Path | None,
-        opt.config_option("The YAML configuration: its keys open what is encrypted, its table is compared."),
-    ] = None,
-    table: opt.TableOption = None,
-    sample: Annotated[
-        int,
-        typer.Option(
-            "--sample",
-            metavar="N",
-            min=0,
-            help="How many values of each column of a file are looked at; 0 reads footers alone.",
-        ),
-    ] = 500,
-    sarif: Annotated[
-        str | None,
-        typer.Option("--sarif", metavar="FILE", help="Write the findings to this file or URI, as SARIF 2.1.0."),
-    ] = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            "--baseline",
-            metavar="FILE",
-            help="Accepted findings, each with a reason and an expiry date: YAML or JSON.",
-        ),
-    ] = None,
-    fix: Annotated[
-        bool,
-        typer.Option("--fix", help="Print the lines of a configuration that would protect the columns, as YAML."),
-    ] = False,
+    config: Path | None = None,
+    table: str | None = None,
+    sample: int = 500,
+    sarif: str | None = None,
+    baseline: Path | None = None,
+    fix: bool = False,
 ) -> None:
     """Find columns that look like personal data and are not protected.
 
@@ -62,6 +38,14 @@ def scan_command(
     Plaintext columns are findings, and encrypted columns that are under another key than their table says. The
     exit status is 1 if there are findings, or if something could not be scanned. Ctrl-C ends the scan, and prints
     what was found until then.
+
+    Options:
+        --sample N>=0: How many values of each column of a file are looked at; 0 reads footers alone.
+        --config FILE or $PARQUET_KEYTOOLS_CONFIG: The YAML configuration: its keys open what is encrypted, its
+            table is compared.
+        --sarif FILE: Write the findings to this file or URI, as SARIF 2.1.0.
+        --baseline FILE: Accepted findings, each with a reason and an expiry date: YAML or JSON.
+        --fix: Print the lines of a configuration that would protect the columns, as YAML.
     """
     from parquet_keytools.errors import kms_failure
     from parquet_keytools.scan.scanner import Baseline, read_baseline, scan

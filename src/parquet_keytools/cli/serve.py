@@ -24,49 +24,38 @@ if TYPE_CHECKING:
     from parquet_keytools.serve.view_server import ViewServer
 
 
+@opt.with_options()
 def serve_command(
     path: opt.ViewedArgument,
-    config: opt.ConfigOption,
-    table: opt.TableOption = None,
+    config: Path,
+    table: str | None = None,
     port: Annotated[
         int, typer.Option("--port", metavar="N", min=0, max=65535, help="The port; 0 selects a free port.")
     ] = 0,
-    s3: Annotated[bool, typer.Option("--s3", help="Serve S3, too, with credentials for this run.")] = False,
-    address: Annotated[
-        str,
-        typer.Option(
-            "--address",
-            metavar="IP",
-            help="The address to listen on. Other machines can connect to an address that is not a loopback "
-            "address: anyone with the URL or the credentials can then read decrypted columns. Such an address "
-            "needs TLS.",
-        ),
-    ] = "127.0.0.1",
-    tls_certificate: Annotated[
-        Path | None, typer.Option("--tls-certificate", metavar="FILE", help="PEM file with the certificate chain.")
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM file with its key, without a passphrase.")
-    ] = None,
-    host_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--host-name",
-            metavar="NAME",
-            help="The name of this server for clients, as in its certificate. Repeatable; the URL has the first.",
-        ),
-    ] = None,
-    access_log: Annotated[
-        Path | None,
-        typer.Option("--access-log", metavar="FILE", help="Append a line of JSON for each request."),
-    ] = None,
-    as_json: opt.JsonOption = False,
+    s3: bool = False,
+    address: str = "127.0.0.1",
+    tls_certificate: Path | None = None,
+    tls_key: Path | None = None,
+    host_name: list[str] | None = None,
+    access_log: Path | None = None,
+    json: bool = False,
 ) -> None:
     """Serve encrypted files as plain Parquet over HTTP, and with --s3 as S3, until Ctrl-C.
 
     Files are decrypted range by range as they are read, with the columns that you may read; nothing can be
     written. The URL and the credentials are random and valid for this run; anyone who has them reads what you may
     read.
+
+    Options:
+        --s3: Serve S3, too, with credentials for this run.
+        --address IP: The address to listen on. Other machines can connect to an address that is not a loopback
+            address: anyone with the URL or the credentials can then read decrypted columns. Such an address
+            needs TLS.
+        --tls-certificate FILE: PEM file with the certificate chain.
+        --tls-key FILE: PEM file with its key, without a passphrase.
+        --host-name NAME: The name of this server for clients, as in its certificate. Repeatable; the URL has
+            the first.
+        --access-log FILE: Append a line of JSON for each request.
     """
     from parquet_keytools.serve.view_server import ViewServer
 
@@ -81,7 +70,7 @@ def serve_command(
         server = ViewServer(tree, address=address, port=port, tls=tls, host_names=names, with_s3=s3)
         try:
             with server:
-                _introduce(server, first, as_json=as_json)
+                _introduce(server, first)
                 _wait()
         except KeyboardInterrupt:
             # Ctrl-C or SIGTERM is the usual end.
@@ -157,12 +146,12 @@ class _Refusals(logging.Handler):
         out.say(f"Refused: {record.getMessage()}")
 
 
-def _introduce(server: ViewServer, first: str, *, as_json: bool) -> None:
+def _introduce(server: ViewServer, first: str) -> None:
     from parquet_keytools.serve.requests_and_answers import BUCKET
     from parquet_keytools.serve.view_server import http_lines, s3_lines
 
     pair = server.key_pair
-    if as_json:
+    if out.json_wanted():
         s3 = pair and {
             "endpoint": server.endpoint,
             "bucket": BUCKET,
@@ -207,13 +196,14 @@ def viewed_tree(keytools: Keytools, path: str, table: str | None) -> tuple[Serve
     return tree, first
 
 
+@opt.with_options()
 def mount_command(
     path: opt.ViewedArgument,
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="An empty folder.", exists=True, file_okay=False)
     ],
-    config: opt.ConfigOption,
-    table: opt.TableOption = None,
+    config: Path,
+    table: str | None = None,
 ) -> None:
     """Mount encrypted files as a folder of plain Parquet files, until Ctrl-C or `umount`.
 

@@ -18,6 +18,7 @@ import typer
 
 from parquet_keytools.cli import options as opt
 from parquet_keytools.cli import output as out
+from parquet_keytools.runtime.presentation import installed
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -40,43 +41,30 @@ PathArgument = Annotated[
 ]
 
 
-FileOnNodesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--file-on-nodes", metavar="FILE", help="The path of the YAML file on every node, instead of sending it."
-    ),
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions(opt.ReportOptions):
-    """Options of all commands."""
+    """Options of all commands.
 
-    config: opt.ConfigOption
-    table: opt.TableOption = None
-    master: Annotated[
-        str | None,
-        typer.Option(
-            "--master",
-            metavar="URL",
-            help="Spark's master, such as spark://host:7077, yarn or local[4]. "
-            "Default: the master of spark-submit or of Spark's own settings, else all cores of this machine.",
-        ),
-    ] = None
-    conf: Annotated[
-        list[str] | None, typer.Option("--conf", metavar="NAME=VALUE", help="A Spark setting. Repeatable.")
-    ] = None
-    max_tasks: Annotated[
-        int | None, typer.Option("--max-tasks", metavar="N", min=1, help="Maximum number of tasks.")
-    ] = None
-    file_on_nodes: FileOnNodesOption = None
+    Options:
+        --max-tasks N>=1: Maximum number of tasks.
+        --master URL: Spark's master, such as spark://host:7077, yarn or local[4]. Default: the master of
+            spark-submit or of Spark's own settings, else all cores of this machine.
+        --conf NAME=VALUE: A Spark setting. Repeatable.
+    """
+
+    config: Path
+    table: str | None = None
+    master: str | None = None
+    conf: list[str] | None = None
+    max_tasks: int | None = None
+    file_on_nodes: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions(SessionOptions):
     """Options of commands that read encrypted files."""
 
-    aad_prefix: opt.AadPrefixOption = None
+    aad_prefix: str | None = None
 
     def table_and_prefix(self) -> dict[str, Any]:
         """Return arguments of the pipelines."""
@@ -94,8 +82,8 @@ def encrypt_with_spark(
     source: opt.SourceArgument,
     target: opt.TargetArgument,
     options: SessionOptions,
-    overwrite: opt.OverwriteOption = False,
-    skip_existing: opt.SkipExistingOption = False,
+    overwrite: bool = False,
+    skip_existing: bool = False,
 ) -> None:
     """Encrypt the Parquet files of a folder.
 
@@ -111,8 +99,8 @@ def decrypt_with_spark(
     source: opt.SourceArgument,
     target: opt.TargetArgument,
     options: ReadingOptions,
-    overwrite: opt.OverwriteOption = False,
-    skip_existing: opt.SkipExistingOption = False,
+    overwrite: bool = False,
+    skip_existing: bool = False,
 ) -> None:
     """Decrypt the Parquet files of a folder.
 
@@ -134,9 +122,7 @@ def rotate_with_spark(path: PathArgument, options: SparkRotationOptions) -> None
 
 @app.command("rekey")
 @opt.with_options(ReadingOptions)
-def rekey_with_spark(
-    path: PathArgument, options: ReadingOptions, follow_links: opt.FollowLinksOption = False
-) -> None:
+def rekey_with_spark(path: PathArgument, options: ReadingOptions, follow_links: bool = False) -> None:
     """Re-encrypt files in place, with new data keys."""
     _run("rekey", options, path, **options.table_and_prefix(), follow_links=follow_links)
 
@@ -146,9 +132,9 @@ def rekey_with_spark(
 def verify_with_spark(
     path: PathArgument,
     options: ReadingOptions,
-    parts: opt.PartsOption = None,
-    allow_plaintext: opt.AllowPlaintextOption = None,
-    strict: opt.VerifyStrictOption = False,
+    parts: int | None = None,
+    allow_plaintext: list[str] | None = None,
+    strict: bool = False,
 ) -> None:
     """Check files against the encryption specification.
 
@@ -160,9 +146,7 @@ def verify_with_spark(
 
 @app.command("keys")
 @opt.with_options(ReadingOptions)
-def keys_with_spark(
-    path: PathArgument, options: ReadingOptions, ignore_skipped: opt.IgnoreSkippedOption = False
-) -> None:
+def keys_with_spark(path: PathArgument, options: ReadingOptions, ignore_skipped: bool = False) -> None:
     """List which master keys the files depend on."""
     _run("keys", options, path, **options.table_and_prefix(), ignore_skipped=ignore_skipped)
 
@@ -171,38 +155,29 @@ def keys_with_spark(
 
 
 @app.command("settings")
+@opt.with_options()
 def settings_command(
-    config: opt.ConfigOption,
-    table: opt.TableOption = None,
-    schema_from: Annotated[
-        str | None,
-        typer.Option(
-            "--schema-from", metavar="PATH", help="A Parquet file with the columns of the table, or its folder."
-        ),
-    ] = None,
-    ddl: Annotated[
-        str | None,
-        typer.Option("--ddl", metavar="COLUMNS", help="The columns in SQL, such as 'id BIGINT, name STRING'."),
-    ] = None,
-    partition_by: Annotated[
-        list[str] | None,
-        typer.Option("--partition-by", metavar="COLUMN", help="A column of PARTITIONED BY. Repeatable."),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option("--python", metavar="PATH", help="The Python on every node that has parquet-keytools."),
-    ] = None,
-    jar: Annotated[
-        str | None,
-        typer.Option("--jar", metavar="PATH", help="Path or URL of our jar on the cluster, instead of a new one."),
-    ] = None,
-    file_on_nodes: FileOnNodesOption = None,
-    as_json: opt.JsonOption = False,
+    config: Path,
+    table: str | None = None,
+    schema_from: str | None = None,
+    ddl: str | None = None,
+    partition_by: list[str] | None = None,
+    python: str | None = None,
+    jar: str | None = None,
+    file_on_nodes: str | None = None,
+    json: bool = False,
 ) -> None:
     """Print the settings of Spark, and the options of a table.
 
     With them, spark-sql, Scala and servers of Spark Connect need no Python program. The options of a table need
     its columns: --schema-from or --ddl. Nothing that is printed is secret.
+
+    Options:
+        --schema-from PATH: A Parquet file with the columns of the table, or its folder.
+        --ddl COLUMNS: The columns in SQL, such as 'id BIGINT, name STRING'.
+        --partition-by COLUMN: A column of PARTITIONED BY. Repeatable.
+        --python PATH: The Python on every node that has parquet-keytools.
+        --jar PATH: Path or URL of our jar on the cluster, instead of a new one.
     """
     from parquet_keytools.config.loader import load_configuration
     from parquet_keytools.spark.session import session_settings
@@ -219,7 +194,7 @@ def settings_command(
         document["read_options"] = read_options(configuration, table)
     if schema_from is not None or ddl is not None:
         document["table_options"] = _table_options(configuration, table, schema_from, ddl, partition_by or [])
-    if as_json:
+    if out.json_wanted():
         out.print_json(document)
         return
     out.answer("# For the command line of spark-sql, spark-shell and spark-submit:")
@@ -330,12 +305,8 @@ def _session(master: str | None, settings: list[str] | None) -> Iterator[SparkSe
     from parquet_keytools.errors import ConfigurationError
 
     pairs = opt.pairs_of(settings, "--conf")
-    try:
+    with installed("spark"):
         from pyspark.sql import SparkSession
-    except ImportError:
-        from parquet_keytools.runtime.presentation import install_hint
-
-        raise ConfigurationError("pyspark is not installed.", hint=install_hint("spark")) from None
     home = os.environ.get("JAVA_HOME")
     if shutil.which("java", path=str(Path(home) / "bin") if home else None) is None:
         raise ConfigurationError(
@@ -414,8 +385,5 @@ def _show_keys(report: PipelineReport, template_of: Callable[[str], str | None])
     for row in report.rows():
         names = ((key["master_key"] or key["data_key"], key["version"]) for key in row["keys"])
         counts.update({(name or "unknown", version or "unknown") for name, version in names})
-    keys = (((name,), (version,), (number,)) for (name, version), number in sorted(counts.items()))
-    rows = [
-        (name, version, f"{number:,}") for (name,), (version,), (number,) in out.grouped_rows(keys, template_of)
-    ]
+    rows = out.grouped_rows(((*names, number) for names, number in sorted(counts.items())), template_of)
     out.print_table("Files that depend on master keys", ["master key", "version", "files"], rows)

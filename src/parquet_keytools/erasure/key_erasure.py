@@ -262,7 +262,7 @@ class _Planner:
     def _is_gone(self) -> bool:
         return all(key.deletion.is_gone for key in self._states)
 
-    def look(self, *, ignore_skipped: bool, on_file: OnFile) -> None:
+    def plan(self, *, ignore_skipped: bool, on_file: OnFile) -> Plan:
         for file in self._inventory.list(self._location, ignore_skipped=ignore_skipped, proves_columns=False):
             self._add(file)
             on_file(file)
@@ -270,6 +270,7 @@ class _Planner:
             self._look_at_versions(on_file)
         if not self._is_gone:
             self._unwrap_all()
+        return self._plan()
 
     def _unwrap_all(self) -> None:
         """Forbid the deletion if the master keys do not unwrap some keys, for example because an alias was moved.
@@ -399,7 +400,7 @@ class _Planner:
             ErasedFile(path, version_id, file.size_bytes, file.footer_sha256, authenticated, tuple(columns))
         )
 
-    def plan(self) -> Plan:
+    def _plan(self) -> Plan:
         keys = self._keys
         if not self._files and all(key.deletion.state == "deleted" for key in self._states):
             raise ConfigurationError(
@@ -627,8 +628,7 @@ class Erasure:
             KmsError: The KMS cannot be reached, or does not show the state of the master keys.
         """
         planner = _Planner(self._service, self._keys, self._location)
-        planner.look(ignore_skipped=ignore_skipped, on_file=on_file)
-        return planner.plan()
+        return planner.plan(ignore_skipped=ignore_skipped, on_file=on_file)
 
     def run(self, plan: Plan, *, waiting_days: int | None = None) -> Certificate:
         """Delete the master keys, or schedule their deletion, and prove that the KMS unwraps nothing with them.

@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -75,6 +75,18 @@ def install_hint(extra: str) -> str:
     found = [match for text in requirements if (match := _REQUIREMENT.fullmatch(text)) and match["extra"] == extra]
     packages = " ".join(f"'{match['package']}'" for match in found)
     return f"Install what it needs: pip install {packages}" if packages else f"Install the extra [{extra}]"
+
+
+@contextlib.contextmanager
+def installed(extra: str) -> Iterator[None]:
+    """Import packages of an extra in the block; raise `ConfigurationError` if one is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        from parquet_keytools.errors import ConfigurationError
+
+        package = str(error.name).partition(".")[0]
+        raise ConfigurationError(f"{package} is not installed.", hint=install_hint(extra)) from None
 
 
 # --- paths with a home folder ---

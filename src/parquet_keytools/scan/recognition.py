@@ -1,7 +1,6 @@
 """Recognises personal data by names of columns, in several languages, and by format and check digits of values.
 
-Terms are phrases. `birth date` also stands for `birthDate`, `BIRTH_DATE` and `birthdate`: names are split into
-words, accents are left out, and digits are ignored.
+The terms are in `terms.md`.
 
 Values pass check digits by chance: one of 11 random numbers of nine digits is a valid Dutch identifier. A verdict
 needs a share far above chance, and for identifiers that are only digits and weak check digits also a name.
@@ -9,7 +8,6 @@ needs a share far above chance, and for identifiers that are only digits and wea
 
 from __future__ import annotations
 
-import functools
 import importlib
 import ipaddress
 import re
@@ -19,6 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
 from functools import cache, lru_cache
+from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 Value = str | int | float | date
@@ -50,123 +49,20 @@ class Kind(StrEnum):
     @property
     def description(self) -> str:
         """What to call the values."""
-        return _DESCRIPTIONS[self]
+        return _section(self)[0]
 
 
-_DESCRIPTIONS = {
-    Kind.EMAIL: "e-mail addresses",
-    Kind.IBAN: "bank accounts (IBAN)",
-    Kind.CARD_NUMBER: "payment card numbers",
-    Kind.NATIONAL_ID: "national identifiers",
-    Kind.IP_ADDRESS: "IP addresses",
-    Kind.DATE_OF_BIRTH: "dates of birth",
-    Kind.PHONE: "telephone numbers",
-    Kind.PERSON_NAME: "names of persons",
-    Kind.POSTAL_ADDRESS: "postal addresses",
-}
+def _text_of_section(name: str) -> str:
+    text = resources.files(__package__).joinpath("terms.md").read_text("utf-8")
+    return text.partition(f"\n## {name}: ")[2].partition("\n## ")[0]
 
 
-def _words_in(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+@cache
+def _section(name: str) -> tuple[str, frozenset[str]]:
+    """Return the title and the terms of a section of `terms.md`."""
+    title, _, terms = _text_of_section(name).partition("\n")
+    return title, frozenset(" ".join(term.split()) for term in terms.split(","))
 
-
-# English, German, French, Spanish, Italian, Portuguese, Dutch, Polish, Swedish, Turkish; Japanese, Chinese, Hindi.
-_TERMS = {
-    Kind.EMAIL: """
-        email, e mail, mail, mail address, email address, mailadresse, emailadresse, courriel, adresse mail,
-        adresse electronique, correo, correo electronico, posta elettronica, indirizzo email, correio
-        eletronico, endereco eletronico, emailadres, poczta, adres email, epost, e post, epostadress,
-        eposta, e posta, meru, denshi meeru, youxiang, dianzi youjian,
-        メール, メールアドレス, 电子邮件, 邮箱, 電子郵件, ईमेल""",
-    Kind.IBAN: """
-        iban, bank account, account number, bank account number, bankverbindung, kontonummer, compte
-        bancaire, numero compte, rib, cuenta bancaria, numero cuenta, conto corrente, coordinate bancarie,
-        conta bancaria, rekeningnummer, bankrekening, numer konta, rachunek bankowy, bankkonto, hesap no,
-        banka hesabi, koza bango, yinhang zhanghao, khata sankhya, 口座番号, 银行账号, खाता संख्या""",
-    Kind.CARD_NUMBER: """
-        card number, card no, cardnumber, credit card, creditcard, debit card, payment card, cc number, cc
-        num, ccn, pan, kartennummer, kreditkarte, kreditkartennummer, carte bancaire, numero carte, carte
-        credit, tarjeta, tarjeta credito, numero tarjeta, carta credito, numero carta, cartao, cartao
-        credito, numero cartao, creditcardnummer, kaartnummer, karta kredytowa, numer karty, kortnummer,
-        kreditkort, kart no, kart numarasi, kredi karti, kado bango, xinyongka, カード番号, 信用卡, 信用卡号, कार्ड
-        संख्या""",
-    Kind.NATIONAL_ID: """
-        ssn, social security, social security number, social insurance number, national insurance number,
-        nino, national id, national identifier, identity number, identity card, id card, id number, nhs
-        number, passport, passport number, tax id, taxpayer id, tax file number, personal id, personal
-        number, driver license, drivers license, driving licence, sozialversicherungsnummer,
-        versichertennummer, steuer id, steuernummer, steueridentifikationsnummer, personalausweis,
-        ausweisnummer, reisepass, passnummer, numero securite sociale, securite sociale, num secu, carte
-        identite, passeport, dni, nif, documento identidad, seguridad social, cedula, cedula identidad,
-        curp, pasaporte, codice fiscale, cod fiscale, codicefiscale, carta identita, passaporto, cpf, cartao
-        cidadao, numero contribuinte, passaporte, bsn, burgerservicenummer, sofinummer, paspoort, pesel,
-        numer pesel, dowod osobisty, paszport, personnummer, personnr, tc kimlik, tckn, tc no, kimlik no,
-        kimlik numarasi, pasaport, my number, mynumber, kojin bango, shenfenzheng, shenfenzheng hao,
-        aadhaar, aadhar, pahchan sankhya, マイナンバー, 個人番号, 身份证, 身份证号, आधार, आधार संख्या""",
-    Kind.IP_ADDRESS: """
-        ip, ipv, ip address, ip addr, ipaddress, ipaddr, client ip, remote ip, remote addr, source ip, user
-        ip, host ip, ip adresse, adresse ip, direccion ip, indirizzo ip, endereco ip, ip adres, adres ip, ip
-        adress, ip adresi, aipi adoresu, ip dizhi, ipアドレス, ip地址, आईपी""",
-    Kind.DATE_OF_BIRTH: """
-        birth, birth date, birthday, birth year, birth dt, date of birth, dob, born, born on, year of birth,
-        geburtsdatum, geburtstag, geburtsjahr, geb datum, gebdat, date naissance, date de naissance,
-        naissance, annee naissance, ne le, fecha nacimiento, fecha de nacimiento, nacimiento, f nacimiento,
-        data nascita, data di nascita, nascita, data nascimento, data de nascimento, nascimento, dt
-        nascimento, geboortedatum, geboorte, geboortejaar, data urodzenia, urodzenia, fodelsedatum,
-        fodelsedag, fodelsear, dogum tarihi, dogum, seinengappi, tanjobi, chusheng riqi, shengri, janm
-        tithi, janmtithi, janmdin, 生年月日, 誕生日, 出生日期, 生日, जन्म तिथि, जन्मतिथि""",
-    Kind.PHONE: """
-        phone, phone number, phone no, telephone, tel, tel no, mobile, mobile number, mobile phone, cell,
-        cell phone, cellphone, fax, msisdn, whatsapp, telefon, telefonnummer, tel nr, handy, handynummer,
-        mobilnummer, rufnummer, mobiltelefon, telephone portable, num tel, numero telephone, portable,
-        telefono, numero telefono, celular, movil, telefono movil, cellulare, recapito, telefone, telemovel,
-        telefoon, telefoonnummer, mobiel, gsm, numer telefonu, nr tel, komorka, telefonu, mobil, telefon no,
-        telefon numarasi, cep telefonu, cep tel, denwa, denwa bango, keitai, dianhua, shouji, shouji hao,
-        fon, durbhash, mobail, 電話, 電話番号, 携帯, 电话, 电话号码, 手机, 手机号, फोन, मोबाइल, दूरभाष""",
-    Kind.PERSON_NAME: """
-        first name, firstname, fname, given name, last name, lastname, lname, surname, forename, family
-        name, middle name, maiden name, full name, fullname, person name, customer name, contact name,
-        patient name, employee name, passenger name, guest name, member name, client name, recipient name,
-        sender name, owner name, cardholder, cardholder name, account holder, subscriber name, applicant
-        name, student name, author name, vorname, nachname, familienname, geburtsname, kundenname,
-        ansprechpartner, prenom, nom famille, nom de famille, nom complet, nom client, nom prenom, apellido,
-        apellidos, primer apellido, segundo apellido, primer nombre, segundo nombre, nombre completo, nombre
-        apellidos, nombre cliente, cognome, nome battesimo, nome di battesimo, nome cognome, nome completo,
-        nome cliente, sobrenome, apelido, primeiro nome, prenome, voornaam, achternaam, volledige naam,
-        klantnaam, tussenvoegsel, imie, nazwisko, imie nazwisko, imie i nazwisko, fornamn, efternamn, hela
-        namn, hela namnet, kundnamn, adi soyadi, ad soyad, soyad, soyadi, musteri adi, shimei, namae,
-        xingming, pura naam, upnaam, 氏名, 名前, 姓名, 苗字, पूरा नाम, उपनाम""",
-    Kind.POSTAL_ADDRESS: """
-        street, street address, address, address line, addr line, home address, postal address, mailing
-        address, billing address, shipping address, delivery address, residence, strasse, strasse
-        hausnummer, str hausnummer, anschrift, postanschrift, adresse, wohnanschrift, rue, adresse postale,
-        adresse domicile, direccion, direccion postal, calle, domicilio, indirizzo, indirizzo residenza,
-        residenza, via civico, endereco, logradouro, rua, morada, adres, straat, straatnaam, woonadres,
-        ulica, adres zamieszkania, gatuadress, adress, gata, bostadsadress, adresi, ev adresi, sokak, jusho,
-        dizhi, zhuzhi, pata, 住所, 地址, 住址, पता""",
-}
-
-_NEED_CHECK_DIGITS = _words_in("sin nir nie nss rg pan cf tin nit nik rfc ric cpr egn cnp rut hetu oib jmbg")
-"""National identifiers whose names are also ordinary abbreviations: they need valid check digits."""
-
-_OTHERWISE = _words_in(
-    """
-    hash hashed sha md digest token count cnt counts flag is has had type status state domain provider
-    verified valid sent opt optin optout version format template length len subject campaign enabled score
-    rate price cost fee amount pct percent avg average sum code carrier model brand plan country region
-    category ratio error bounce bounced opened clicked preference preferred language lang locale size weight
-    order place rank class category tag label group kind typ typen anzahl statut nombre tipo soort aantal
-    rodzaj antal tur bucket scheme file path url uri host port table column schema product company airport
-    airline event game song film title species
-    """
-)
-"""Words that, beside a term, show that the column holds something else: `email_sent`, `birth_country`."""
-
-_GENERIC = _words_in("value number nr no num text raw primary main home work private string data full")
-"""Names of fields that say nothing: their parent counts."""
-
-_STRUCTURE = _words_in("list element item items array bag array_element key_value map entries key value")
-"""Names that Parquet gives to the parts of lists and maps."""
 
 _LEAST_PART = 7
 """Shorter terms do not count as a part of a longer word."""
@@ -184,31 +80,29 @@ def words_of(name: str) -> list[str]:
     return _WORDS.findall(text)
 
 
-@functools.cache
+@cache
 def _vocabulary() -> dict[Kind, frozenset[str]]:
-    return {
-        kind: frozenset("".join(words_of(term)) for term in terms.split(",")) for kind, terms in _TERMS.items()
-    }
+    return {kind: frozenset("".join(words_of(term)) for term in _section(kind)[1]) for kind in Kind}
 
 
 def named_parts(path: Sequence[str]) -> list[str]:
     """Return the names in a path that somebody chose, which are not parts of a list or a map."""
-    return [part for part in path if part.casefold() not in _STRUCTURE] or list(path[-1:])
+    return [part for part in path if part.casefold() not in _section("structure")[1]] or list(path[-1:])
 
 
-@functools.lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def kinds_by_name(path: tuple[str, ...]) -> dict[Kind, bool]:
     """Return kind -> whether values of the usual shape are enough; otherwise they need valid check digits."""
     *parents, leaf = named_parts(path)
     own = words_of(leaf)
     above = words_of(parents[-1]) if parents else []
-    if own and all(word in _GENERIC for word in own) and above:
+    if own and all(word in _section("generic")[1] for word in own) and above:
         own, above = [*above, *own], []
     found = {}
     for kind, terms in _vocabulary().items():
-        if any(not _OTHERWISE.intersection(rest) for rest in _rests(own, above, terms)):
+        if any(not _section("otherwise")[1].intersection(rest) for rest in _rests(own, above, terms)):
             found[kind] = True
-    if Kind.NATIONAL_ID not in found and _NEED_CHECK_DIGITS.intersection(own):
+    if Kind.NATIONAL_ID not in found and _section("check digits")[1].intersection(own):
         found[Kind.NATIONAL_ID] = False
     # `ip_address` and `mail_address` are not postal addresses.
     if len(found) > 1:
@@ -453,51 +347,17 @@ class _Identifier(NamedTuple):
     written: str = ""
 
 
-_IDENTIFIERS = (
-    _Identifier("at.vnr", r"\d{10}", False),
-    _Identifier("be.nn", r"\d{11}", True),
-    _Identifier("bg.egn", r"\d{10}", True),
-    _Identifier("br.cpf", r"\d{11}", True),
-    _Identifier("ca.sin", r"\d{9}", False, r"\d{3}[ -]\d{3}[ -]\d{3}"),
-    _Identifier("ch.ssn", r"756\d{10}", True),
-    _Identifier("cl.rut", r"\d{7,8}[\dK]", False, r"[\d.]{7,10}-[\dKk]"),
-    _Identifier("cn.ric", r"\d{17}[\dX]", True),
-    _Identifier("cz.rc", r"\d{9,10}", False, r"\d{6}/\d{3,4}"),
-    _Identifier("de.idnr", r"\d{11}", True),
-    _Identifier("dk.cpr", r"\d{10}", False, r"\d{6}-\d{4}"),
-    _Identifier("ee.ik", r"\d{11}", True),
-    _Identifier("es.dni", r"\d{8}[A-Z]", True),
-    _Identifier("es.nie", r"[XYZ]\d{7}[A-Z]", True),
-    _Identifier("fi.hetu", r"\d{6}[A-FU-Y+]?\d{3}[0-9A-Y]", True, r"\d{6}[-+A-FU-Y]\d{3}[0-9A-Y]"),
-    _Identifier("fr.nir", r"[12]\d{4}[\dAB]\d{9}", True),
-    _Identifier("gb.nhs", r"\d{10}", False),
-    _Identifier("gr.amka", r"\d{11}", True),
-    _Identifier("hr.oib", r"\d{11}", False),
-    _Identifier("ie.pps", r"\d{7}[A-W][A-IW]?", True),
-    _Identifier("il.idnr", r"\d{9}", False),
-    _Identifier("in_.aadhaar", r"\d{12}", False, r"\d{4} \d{4} \d{4}"),
-    _Identifier("in_.pan", r"[A-Z]{3}[ABCFGHLJPT][A-Z]\d{4}[A-Z]", True),
-    _Identifier("is_.kennitala", r"\d{10}", True),
-    _Identifier("it.codicefiscale", r"[A-Z]{6}[\dL-V]{2}[A-EHLMPR-T][\dL-V]{2}[A-Z][\dL-V]{3}[A-Z]", True),
-    _Identifier("jp.in_", r"\d{12}", False),
-    _Identifier("kr.rrn", r"\d{13}", True),
-    _Identifier("lt.asmens", r"\d{11}", True),
-    _Identifier("mx.curp", r"[A-Z]{4}\d{6}[HM][A-Z]{5}[A-Z\d]\d", True),
-    _Identifier("nl.bsn", r"\d{9}", False),
-    _Identifier("no.fodselsnummer", r"\d{11}", True),
-    _Identifier("pl.pesel", r"\d{11}", True),
-    _Identifier("pt.cc", r"\d{9}[A-Z0-9]{2}\d", True),
-    _Identifier("pt.nif", r"\d{9}", False),
-    _Identifier("ro.cnp", r"\d{13}", True),
-    _Identifier("se.personnummer", r"(?:\d{2})?\d{10}", True),
-    _Identifier("si.emso", r"\d{13}", True),
-    _Identifier("th.pin", r"\d{13}", False, r"\d-\d{4}-\d{5}-\d{2}-\d"),
-    _Identifier("tr.tckimlik", r"\d{11}", True),
-    _Identifier("us.ssn", r"\d{9}", False, r"\d{3}-\d{2}-\d{4}"),
-    _Identifier("za.idnr", r"\d{13}", True),
+_ROW = re.compile(r"\| ([a-z_.]+) \| (yes|no) \| `(.+?)` \| (?:`(.+?)` )?\|")
+
+
+@cache
+def _identifiers() -> tuple[_Identifier, ...]:
+    rows = _ROW.findall(_text_of_section("identifiers"))
+    found = [_Identifier(name, shape, is_strong == "yes", written) for name, is_strong, shape, written in rows]
     # The United Kingdom's national insurance number has no check digits.
-    _Identifier("", r"(?!BG|GB|KN|NK|NT|TN|ZZ)[A-CEGHJ-PR-TW-Z][A-CEGHJ-NPR-TW-Z]\d{6}[A-D]", True),
-)
+    nino = r"(?!BG|GB|KN|NK|NT|TN|ZZ)[A-CEGHJ-PR-TW-Z][A-CEGHJ-NPR-TW-Z]\d{6}[A-D]"
+    return (*found, _Identifier("", nino, True))
+
 
 _LEAST_STRONG, _LEAST_NAMED = 0.8, 0.5
 _SHAPED = re.compile(r"(?=(?:.*\d){5})[A-Z0-9]{6,20}")
@@ -509,7 +369,7 @@ def _national(texts: Sequence[str], type_class: TypeClass, is_named: bool, is_be
         return None
     compact = [_SEPARATORS.sub("", text).upper() for text in texts]
     best, matching = "", 0
-    for identifier in _IDENTIFIERS:
+    for identifier in _identifiers():
         needed = _LEAST_NAMED if is_named else _LEAST_STRONG
         if not is_named and not identifier.is_strong and not identifier.written:
             continue

@@ -41,7 +41,7 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, as_verified, open_files
 from parquet_keytools.files.table_check import SeenColumn, TableCheck, names_in_folders, seen_key
 from parquet_keytools.format.file_layout import MAGIC, with_trailer
-from parquet_keytools.runtime.presentation import install_hint
+from parquet_keytools.runtime.presentation import installed
 from parquet_keytools.runtime.threads_and_forks import end
 from parquet_keytools.scan.recognition import Kind, TypeClass, Value, Verdict, judge, kinds_by_name
 from parquet_keytools.storage.locations import FileLocation, open_source
@@ -163,11 +163,9 @@ def scan(
     on_file: Callable[[object], None] = lambda _: None,
 ) -> ScanReport:
     """Scan a file, or the files of folders; see `Keytools.scan`. Without keys, plaintext columns only."""
-    try:
+    with installed("scan"):
         import phonenumbers  # noqa: F401
         import stdnum  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(f"{error.name} is not installed.", hint=install_hint("scan")) from None
     return _Scan(keys, table_name, sample).run(location, on_file)
 
 
@@ -191,6 +189,11 @@ class _Partition:
     values: dict[Value, None] = field(default_factory=dict)
     files: int = 0
     examples: list[str] = field(default_factory=list)
+
+
+def _count(counted: Finding | NotScanned | _Partition, paths: list[str], files: int = 1) -> None:
+    counted.files += files
+    counted.examples += paths[: EXAMPLES - len(counted.examples)]
 
 
 class _Scan:
@@ -271,11 +274,9 @@ class _Scan:
             self._miss(path, missed_column, error)
         for name, folder_name in names_in_folders(seen.location.path).items():
             partition = self._partitions.setdefault((folder, name), _Partition())
-            partition.files += 1
+            _count(partition, [path])
             if len(partition.values) < max(self._sample, 1):
                 partition.values[unquote(folder_name.partition("=")[2])] = None
-            if len(partition.examples) < EXAMPLES:
-                partition.examples.append(path)
 
     def _note(
         self, what: tuple[str, str, Kind, str, str | None], verdict: Verdict, paths: list[str], files: int
@@ -283,17 +284,14 @@ class _Scan:
         finding = self._found.setdefault(what, Finding(*what, verdict.by, verdict.detail))
         finding.matching += verdict.matching
         finding.values += verdict.values
-        finding.files += files
-        finding.examples += paths[: EXAMPLES - len(finding.examples)]
+        _count(finding, paths, files)
 
     def _miss(self, path: str, column: str | None, error: Exception) -> None:
         reason = _reason(error, path)
         missed = self._missed.setdefault((column, reason), NotScanned(column, reason))
         if not missed.files:
             self._report.failures.append(error)
-        missed.files += 1
-        if len(missed.examples) < EXAMPLES:
-            missed.examples.append(path)
+        _count(missed, [path])
 
     def _judge_partitions(self) -> None:
         for (folder, name), partition in self._partitions.items():
@@ -333,8 +331,10 @@ class _Scan:
         """Return what a file shows; called in other threads. With keys, it was opened, or could not be."""
         seen = _Seen(location)
         try:
-            opened, footer = self._opened(location, found)
-            self._look_into(seen, footer, opened)
+            if isinstance(found, OpenedFile):
+                self._look_into(seen, found.footer, found)
+            else:
+                self._look_into(seen, self._visible_footer(location, found), None)
         except (KeytoolsError, OSError) as error:
             if isinstance(error, ConfigurationError):
                 raise
@@ -371,23 +371,19 @@ class _Scan:
         half = len(files) // 2
         return [*self._open_together(data_set, files[:half]), *self._open_together(data_set, files[half:])]
 
-    def _opened(
-        self, location: FileLocation, opened: OpenedFile | Exception | None
-    ) -> tuple[OpenedFile | None, Footer]:
-        """Return a file and its footer. Without keys, the footer is read, and is not authenticated."""
-        if isinstance(opened, OpenedFile):
-            return opened, opened.footer
-        if opened is not None and opened is not self._kms_failure:
-            raise opened
+    def _visible_footer(self, location: FileLocation, failure: Exception | None) -> Footer:
+        """Return the footer of a file that was not opened, as it is without keys: nothing is authenticated."""
+        if failure is not None and failure is not self._kms_failure:
+            raise failure
         with open_source(location) as source:
             # One request for each file, and not two.
             envelope = read_envelope(source, reads_head=False)
         footer = envelope.unverified_footer()
-        if opened is not None and envelope.mode is not FooterMode.UNENCRYPTED:
-            raise opened
+        if failure is not None and envelope.mode is not FooterMode.UNENCRYPTED:
+            raise failure
         if footer is None:
             raise KeyNotAvailableError("its footer is encrypted.", hint="--config names its keys.")
-        return None, footer
+        return footer
 
     def _look_into(self, seen: _Seen, footer: Footer, opened: OpenedFile | None) -> None:
         footer_key, columns = _seen_columns(footer, opened)
