@@ -80,11 +80,12 @@ test: $(TEST_INSTALLED) programs ## All tests, linters, types on Linux; SPARK=no
 ifeq ($(VERSIONS),lowest)
 	@$(BIN)/python -m pytest --core --skipped-to=$(SKIPPED) $(PYTEST_ARGUMENTS); STATUS=$$?; cat $(SKIPPED); exit $$STATUS
 else
-	@# An archive of Spark's classes comes meanwhile: the JVMs that start after that start faster.
-	@# Linters and types are checked in the time that tests wait. In a new clone, one process compiles what all of them import.
+	@# Linters and types are checked in the time that tests wait. In a new clone, one process compiles what all of them
+	@# import, and another one makes an archive of Spark's classes, with which a JVM takes two thirds of the time.
 	@nice sh -xc '$(CHECKS)' >$(VENV)/check.log 2>&1 & CHECK=$$!; \
-	$(BIN)/python tests/services/spark_jvm.py >/dev/null 2>&1 & \
+	$(BIN)/python tests/services/spark_jvm.py >/dev/null 2>&1 & ARCHIVE=$$!; \
 	ls tests/__pycache__/conftest.*-pytest-*.pyc >/dev/null 2>&1 || $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1; \
+	wait $$ARCHIVE; \
 	$(BIN)/python -m pytest --skipped-to=$(SKIPPED) $(PYTEST_ARGUMENTS); STATUS=$$?; \
 	wait $$CHECK || STATUS=1; cat $(VENV)/check.log $(SKIPPED); exit $$STATUS
 endif

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
 import os
 import re
 import signal
@@ -73,6 +74,8 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        # Seldom: it takes a twentieth of the time of the tests.
+        gc.set_threshold(5_000, 20, 10)
         gc.enable()
 
 
@@ -94,6 +97,18 @@ def iceberg_test_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"there are no tables of Iceberg in {folder}; set ICEBERG_TEST_DATA")
     return folder
+
+
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork worker processes from one that has imported what they need, which takes most of their time.
+
+    In a soak they start as users' do. These here have the environment that the first of them found.
+    """
+    if sys.platform == "linux" and not SOAK:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["parquet_keytools.keytools", "parquet_keytools.tables.reading"])
+        monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context)
 
 
 # A folder that pytest makes gets a number for which it looks at those of all tests before.

@@ -2,7 +2,8 @@
 
 What takes longest begins first, so that no core is idle at the end. A file that is not named here is a group of
 its own; the tests on a cluster of Spark share it, and so are one group, as are those that run programs in forks of
-one process, or look into the source files, which are parsed once.
+one process, as those of crashes do, those with one OpenBao, and those that look into the source files, which are
+parsed once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ SPARK_CLUSTER = "cluster of Spark"
 SPARK_FIXTURE = "interop with Spark"
 DOCUMENTATION = "programs of the documentation"
 SOURCES = "source files"
+CRASHES = "crashes"
+OPENBAO = "OpenBao"
 
 LONGEST_FIRST: dict[str, str] = {
     "services/test_spark_pipelines.py": SPARK_CLUSTER,
@@ -41,29 +44,41 @@ LONGEST_FIRST: dict[str, str] = {
     "packaging/test_guide.py": DOCUMENTATION,
     "packaging/test_rotation_page.py": DOCUMENTATION,
     "packaging/test_recipes.py": DOCUMENTATION,
+    "packaging/test_iceberg_page.py": DOCUMENTATION,
+    "packaging/test_tenants_page.py": DOCUMENTATION,
+    "packaging/test_backup_page.py": DOCUMENTATION,
     "packaging/test_serve_recipe.py": "recipe of serve",
     "services/test_spark_settings.py": "settings of Spark",
     "unit/cli/test_processes.py": "worker processes",
     "unit/iceberg/test_twins.py": "twins in Iceberg",
     "services/test_s3_rotation.py": "rotation in S3",
     "services/test_aws_kms.py": "AWS KMS",
-    "services/test_rotation_attacks.py": "attacks on rotations",
-    "services/test_vault_faults.py": "faults of Vault",
+    "services/test_vault_faults.py": OPENBAO,
+    "services/test_several_kmss.py": OPENBAO,
+    "services/test_keys_in_use.py": OPENBAO,
+    "services/test_rotation_attacks.py": OPENBAO,
+    "services/test_vault_kms.py": OPENBAO,
+    "services/test_append_recipe.py": OPENBAO,
+    "services/test_erasure.py": OPENBAO,
+    "services/test_iceberg_kms.py": OPENBAO,
+    "services/test_tenants_create.py": OPENBAO,
+    "services/test_files_of_other_tables.py": OPENBAO,
+    "services/test_check_roles.py": OPENBAO,
+    "services/test_key_deletion.py": OPENBAO,
     "services/test_gcp_kms.py": "Google Cloud KMS",
     "services/test_azure_kms.py": "Azure Key Vault",
     "interop/test_attack_table.py": "attacks on Spark",
-    "tamper/test_rotation_crashes.py": "crashes",
+    "tamper/test_rotation_crashes.py": CRASHES,
+    "tamper/test_write_crashes.py": CRASHES,
+    "tamper/test_erase_crashes.py": CRASHES,
+    "tamper/test_two_users.py": CRASHES,
+    "tamper/test_moves_to_tenant_keys.py": CRASHES,
     "tamper/test_process_ends.py": "ends of processes",
     "tamper/test_walk_matrix.py": "walks",
     "tamper/test_footer_memory.py": "memory of footers",
     "unit/rotation/test_rekeying_in_processes.py": "rekeying in processes",
     "tamper/test_kms_failures.py": "failures of a KMS",
-    "tamper/test_write_crashes.py": "crashes of writers",
-    "tamper/test_erase_crashes.py": "crashes of erasures",
     "interop/test_view_matrix.py": "views",
-    "tamper/test_two_users.py": "two users",
-    "services/test_several_kmss.py": "several KMSs",
-    "tamper/test_moves_to_tenant_keys.py": "moves to keys of tenants",
     "services/test_s3_erase_rows.py": "rows erased in S3",
     "services/test_pkcs11_kms.py": "PKCS#11",
     "tamper/test_scan_faults.py": "faults under a scan",
@@ -80,10 +95,8 @@ LONGEST_FIRST: dict[str, str] = {
     "unit/cli/test_scan.py": "scan",
     "unit/kms/test_keystore.py": "keystore",
     "unit/tables/test_call_counts.py": "number of calls",
-    "packaging/test_iceberg_page.py": "page on Iceberg",
     "tamper/test_iceberg_users.py": "users of an Iceberg table",
     "unit/iceberg/test_writing.py": "tables of Iceberg",
-    "services/test_keys_in_use.py": "keys in use",
     "tamper/test_foreign_files.py": "foreign files",
     "vectors/test_public_views.py": "views of public files",
     "unit/rotation/test_rotation_runs.py": "runs of rotations",
@@ -91,7 +104,6 @@ LONGEST_FIRST: dict[str, str] = {
     "services/test_iceberg_recipe.py": "Iceberg in Java",
     "unit/spark/test_kms_worker.py": "workers of a KMS",
     "fuzz/test_mutants.py": "mutants",
-    "services/test_vault_kms.py": "Vault",
     "unit/format/test_thrift.py": "Thrift",
     "tamper/test_hostile_rotation.py": "hostile rotations",
     "unit/serve/test_leaks.py": "leaks of a server",

@@ -134,6 +134,10 @@ def import_packages() -> None:
     for name in PACKAGES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    import typer.testing
+
+    # Typer makes the whole tree of commands for each call of one.
+    typer.testing._get_command = cache(typer.testing._get_command)
 
 
 def become_macos() -> None:
@@ -420,6 +424,10 @@ class Jobs:
 
     def keystore(self) -> None:
         """Keys are created and rotated by the command line."""
+        from parquet_keytools.kms.keystore_file import Keystore
+
+        # That it is slow is not the subject.
+        Keystore.create.__func__.__kwdefaults__["scrypt_n"] = 2**14  # type: ignore[attr-defined]
         where = ["--path", self.folder / "keystore.json", "--passphrase-file", self.folder / "passphrase"]
         for name in ("kf", "ka", "other"):
             self.run("keystore", "create-key", name, *where)

@@ -106,10 +106,17 @@ class Case:
         kms = NamedKmss({"old": self.kms, "other": other}, "old")
         return Keytools(parse_configuration(document), kms=kms).rotate(path, **options)
 
-    def write(self, name: str = "x.parquet", *, tools: Keytools | None = None, table: pa.Table = TABLE) -> Path:
+    def write(
+        self,
+        name: str = "x.parquet",
+        *,
+        tools: Keytools | None = None,
+        table: pa.Table = TABLE,
+        row_group_size: int = 250,
+    ) -> Path:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        (tools or self.tools()).write_table(table, path, row_group_size=100)
+        (tools or self.tools()).write_table(table, path, row_group_size=row_group_size)
         return path
 
     def add_version(self, *master_keys: str) -> None:
@@ -179,7 +186,7 @@ def write_with_pyarrow(kms: KmsClient, path: Path, table: pa.Table = TABLE, **op
         pe.KmsConnectionConfig(), configuration, *place_of(path)
     )
     with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
-        writer.write_table(table, row_group_size=100)
+        writer.write_table(table, row_group_size=250)
 
 
 def data_range(path: Path) -> bytes:

@@ -87,7 +87,7 @@ NATURE = (
 def check(matrix: Matrix, writer: str, policy: Policy) -> None:
     file = matrix.file(writer, policy)
     prefix = None if policy.aad_prefix == "none" else AAD_PREFIX
-    report = ours._keytools_for(file).verify_file(file.path, aad_prefix=prefix)
+    report = ours.keytools_for(file).verify_file(file.path, aad_prefix=prefix)
     expected = {rule for rule, applies in NATURE if applies(policy)}
     expected |= {difference.rule for difference in DIFFERENCES if difference.applies(file)}
     broken = {result.rule.id for result in report.rules if result.outcome is Outcome.BROKEN}
@@ -126,7 +126,7 @@ def test_spark(matrix_with_spark: Matrix, writer: str, policy: Policy) -> None:
 @pytest.mark.parametrize("writer", [MODULE_PATH, PYARROW])
 def test_pyarrow_says_the_same(matrix: Matrix, writer: str, policy: Policy) -> None:
     file = matrix.file(writer, policy)
-    shown = ours._keytools_for(file).inspect_file(file.path)
+    shown = ours.keytools_for(file).inspect_file(file.path)
     properties = pe.CryptoFactory(FewLinesKms).file_decryption_properties(
         pe.KmsConnectionConfig(), pe.DecryptionConfiguration(), str(file.path), pafs.LocalFileSystem()
     )

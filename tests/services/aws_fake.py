@@ -115,7 +115,7 @@ class FakeKms:
         }
         return action[operation](request)
 
-    def _find(self, name: str) -> Key:
+    def find(self, name: str) -> Key:
         prefix = f"arn:aws:kms:{REGION}:{ACCOUNT}:"
         if name.startswith("arn:"):
             if not name.startswith(prefix):
@@ -141,7 +141,7 @@ class FakeKms:
         return self.policy is None or any(map(allows, self.policy))
 
     def _usable(self, name: str, action: str, context: dict[str, str]) -> Key:
-        key = self._find(name)
+        key = self.find(name)
         if action in key.denied or "*" in key.denied or not self._is_allowed(action, key, context):
             message = (
                 f"User: arn:aws:iam::{ACCOUNT}:user/x is not authorized to perform: kms:{action} on: {key.arn}"
@@ -213,7 +213,7 @@ class FakeKms:
         }
 
     def _describe_key(self, request: Json) -> Json:
-        key = self._find(request["KeyId"])
+        key = self.find(request["KeyId"])
         if "DescribeKey" in key.denied:
             raise RefusalError("AccessDeniedException", "not authorized to perform: kms:DescribeKey")
         metadata = {
@@ -231,14 +231,14 @@ class FakeKms:
         return {"KeyMetadata": metadata}
 
     def _rotation_status(self, request: Json) -> Json:
-        key = self._find(request["KeyId"])
+        key = self.find(request["KeyId"])
         if "GetKeyRotationStatus" in key.denied:
             raise RefusalError("AccessDeniedException", "not authorized to perform: kms:GetKeyRotationStatus")
         return {"KeyId": key.arn, "KeyRotationEnabled": True, "RotationPeriodInDays": 365}
 
     def _rotations(self, request: Json) -> Json:
         """One key material on each page; the first has no date of a rotation."""
-        key = self._find(request["KeyId"])
+        key = self.find(request["KeyId"])
         if "ListKeyRotations" in key.denied:
             raise RefusalError("AccessDeniedException", "not authorized to perform: kms:ListKeyRotations")
         assert request["IncludeKeyMaterial"] == "ALL_KEY_MATERIAL"

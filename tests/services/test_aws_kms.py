@@ -60,7 +60,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.kms.aws import AwsKms, AwsSettings
 from parquet_keytools.kms.client import KmsClient, MasterKeyDescription, UnwrapRequest, WrapRequest
-from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract, _shown, rewrap_one, unwrap_one, wrap_one
+from parquet_keytools.kms.contract_tests import CANARY, KmsClientContract, rewrap_one, unwrap_one, wrap_one
 from parquet_keytools.secret_bytes import SecretBytes
 
 SECRET_KEY = "CANARY/of+the/secret/access/key/0123456789"
@@ -141,13 +141,13 @@ class TestAwsKmsOverFake(KmsClientContract):
         return self.one.arn[:-12] + "0" * 12
 
     def disable_key(self, kms: KmsClient, master_key_id: str) -> None:
-        self.service._find(master_key_id).state = "Disabled"
+        self.service.find(master_key_id).state = "Disabled"
 
     def deny_key(self, kms: KmsClient, master_key_id: str) -> None:
-        self.service._find(master_key_id).denied.add("*")
+        self.service.find(master_key_id).denied.add("*")
 
     def add_version(self, kms: KmsClient, master_key_id: str) -> None:
-        self.service._find(master_key_id).rotate()
+        self.service.find(master_key_id).rotate()
 
 
 class TestAwsKmsOverFakeByAlias(SecondForm, TestAwsKmsOverFake):
@@ -353,9 +353,14 @@ def debug_log() -> Iterator[DebugLog]:
     root.setLevel(before)
 
 
+def shows_canary(text: str) -> bool:
+    data = CANARY.reveal()
+    return any(form in text for form in (data.hex()[:16], base64.b64encode(data).decode()[:16], repr(data)[2:-1]))
+
+
 def assert_nothing_leaked(*texts: str) -> None:
     for text in texts:
-        assert not _shown(CANARY, text)
+        assert not shows_canary(text)
         for secret in (SECRET_KEY, SESSION_TOKEN, SERVED_SECRET):
             assert secret not in text
 
@@ -710,7 +715,7 @@ def test_rewrap_shows_no_key_to_us(fake: FakeKms, kms: AwsKms) -> None:
     assert fake.counts == {"ReEncrypt": 1}
     ((_, request, answer),) = fake.log
     assert (request["SourceKeyId"], request["DestinationKeyId"]) == (one.arn, two.arn)
-    assert not _shown(CANARY, json.dumps([request, answer]))
+    assert not shows_canary(json.dumps([request, answer]))
 
 
 @pytest.mark.parametrize(("denied", "concerned"), [("ReEncryptFrom", 0), ("ReEncryptTo", 1)])

@@ -57,7 +57,7 @@ class KilledError(BaseException):
 
 def write(case: Case, table: pa.Table) -> Path:
     path = case.folder / "x.parquet"
-    case.tools().write_table(table, path, row_group_size=max(100, len(table) // 4))
+    case.tools().write_table(table, path, row_group_size=max(250, len(table) // 4))
     return path
 
 

@@ -33,7 +33,7 @@ def tmp_path(folder_in_memory: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def crasher() -> Iterator[Crasher]:
     """Runs writers that are killed."""
     crasher = Crasher()

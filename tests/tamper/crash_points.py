@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Never
 
@@ -330,13 +331,16 @@ def main() -> None:
     import opentelemetry.trace  # noqa: F401
     import pyarrow.dataset  # noqa: F401
     import rotation_case
-    import typer.testing  # noqa: F401
+    import typer.testing
 
     import parquet_keytools.cli
     import parquet_keytools.files.conversion
-    import parquet_keytools.rotation.rekeying  # noqa: F401
+    import parquet_keytools.rotation.rekeying
     from parquet_keytools.kms.keystore_file import Keystore
 
+    # Typer makes the whole tree of commands for each call of one.
+    typer.testing._get_command = cache(typer.testing._get_command)
+    typer.testing._get_command(parquet_keytools.cli.app)
     # Else each child copies all that its collector of garbage looks at.
     gc.freeze()
     for line in sys.stdin:

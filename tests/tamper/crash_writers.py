@@ -34,7 +34,7 @@ Write = Callable[[Keytools, Path, Path, Any, Mapping[str, Any]], object]
 
 
 def _write_table(tools: Keytools, source: Path, folder: Path, filesystem: Any, options: Mapping[str, Any]) -> None:
-    tools.write_table(NEW, folder / TARGET, filesystem=filesystem, row_group_size=100)
+    tools.write_table(NEW, folder / TARGET, filesystem=filesystem, row_group_size=150)
 
 
 def write_dataset(

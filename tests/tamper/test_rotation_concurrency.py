@@ -19,7 +19,7 @@ from rotation_case import TABLE, Case, materials, names
 from rotation_worker import SETTINGS, STOP, answer_of
 from soak import SOAK
 
-SECONDS = float(os.environ.get("ROTATION_SECONDS", "60" if SOAK else "2"))
+SECONDS = float(os.environ.get("ROTATION_SECONDS", "60" if SOAK else "1"))
 TESTS = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.timeout(240 + 3 * SECONDS)

@@ -84,8 +84,8 @@ class Place:
         self.case = Case.make(tmp_path, "keystore", **SETTINGS, key_material=scenario.key_material)
         self.source, self.before = tmp_path / "source", self.case.folder
         self.source.mkdir()
-        pq.write_table(NEW, self.source / "plain.parquet", row_group_size=100)
-        self.tools.write_table(NEW, self.source / "encrypted.parquet", row_group_size=100)
+        pq.write_table(NEW, self.source / "plain.parquet", row_group_size=150)
+        self.tools.write_table(NEW, self.source / "encrypted.parquet", row_group_size=150)
         assert SECRET in (self.source / "plain.parquet").read_bytes()
         if scenario.replaces and scenario.is_dataset:
             is_deleted = scenario.options["existing_data_behavior"] == "delete_matching"
@@ -253,9 +253,9 @@ def test_a_command_on_a_full_disk(tmp_path: Path, crasher: Crasher, command: str
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             if folder.name == "plain":
-                pq.write_table(NEW, folder / name, row_group_size=100)
+                pq.write_table(NEW, folder / name, row_group_size=150)
             else:
-                case.tools().write_table(NEW, folder / name, row_group_size=100)
+                case.tools().write_table(NEW, folder / name, row_group_size=150)
     case.add_version()
     number = 0
 

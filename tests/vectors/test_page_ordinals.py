@@ -174,7 +174,8 @@ def _rows(result: FileResult) -> int:
 )
 def test_no_reader_takes_more_pages_than_there_are_ordinals(pages: Pages, reader: str, tmp_path: Path) -> None:
     target = tmp_path / "x.parquet"
-    if SOAK or reader == "rekey in place":
+    # Below, the longest chunk is walked over by `verify`.
+    if SOAK:
         assert READERS[reader](pages.keytools(), pages.file(MAX_COUNT), target) == MAX_COUNT
         target.unlink(missing_ok=True)
     with pytest.raises((FormatLimitError, ParquetFormatError, DecryptionError)) as refused:

@@ -88,7 +88,7 @@ class ArrowPath:
 
     def read(self, file: EncryptedFile) -> pa.Table:
         """Read a file."""
-        return _keytools_for(file).read_table(file.path)
+        return keytools_for(file).read_table(file.path)
 
 
 class ModulePath:
@@ -103,11 +103,11 @@ class ModulePath:
     def read(self, file: EncryptedFile) -> pa.Table:
         """Decrypt a file and read the plaintext file with pyarrow."""
         plain = file.path.with_name("decrypted.parquet")
-        _keytools_for(file).decrypt_file(file.path, plain)
+        keytools_for(file).decrypt_file(file.path, plain)
         return pq.read_table(plain, page_checksum_verification=True)
 
 
-def _keytools_for(file: EncryptedFile) -> Keytools:
+def keytools_for(file: EncryptedFile) -> Keytools:
     return keytools(file.policy, keys_in_file=file.writer in (ARROW_PATH, MODULE_PATH))
 
 
@@ -136,7 +136,7 @@ def deks_of(file: EncryptedFile) -> Deks:
     if file.policy.data_keys and file.policy.aad_prefix != "supplied":
         # DuckDB writes files that nobody else can open.
         return Deks(DATA_KEYS["footer"], column_data_keys(file.policy), None)
-    service = KeyService(_keytools_for(file).configuration, None, lambda: 0.0)
+    service = KeyService(keytools_for(file).configuration, None, lambda: 0.0)
     (opened,) = service.open_files([FileLocation.resolve(file.path, None)])
     # Not every writer ends it with NUL.
     prefix = opened.footer.aad_prefix.decode() if file.policy.aad_prefix == "supplied" else None

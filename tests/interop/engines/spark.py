@@ -66,6 +66,9 @@ def spark_session(folder: Path) -> Iterator[SparkSession]:
         # Nothing else in its class path: it would not take the archive of classes.
         "spark.driver.extraJavaOptions": TRUSTING_OPTIONS,
         "spark.driver.memory": "512m",
+        # As in services/spark_driver.py.
+        "spark.sql.adaptive.enabled": "false",
+        "spark.python.sql.dataFrameDebugging.enabled": "false",
         "spark.local.dir": str(folder),
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
         "spark.sql.session.timeZone": "UTC",

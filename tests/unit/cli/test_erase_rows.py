@@ -140,6 +140,7 @@ def test_the_record_of_a_killed_run_shows_what_it_found(run, keystore_case, tmp_
     assert document["complete"] and removed.pop(done_files[0].path) == 0 and set(removed.values()) == {2}
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_many_small_files_in_processes(run, keystore_case, table) -> None:
     case = keystore_case()
     with Keytools.from_yaml(case.config) as keytools:

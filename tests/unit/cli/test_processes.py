@@ -81,6 +81,7 @@ def without_times(text: str, *paths: Path) -> str:
     return re.sub(r"\d+\.\d s", "SECONDS", text)
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_commands_say_the_same(run, config: Path, many: Path, tmp_path: Path, table: pa.Table) -> None:
     said: dict[int, list[str]] = {1: [], 2: []}
     (many / "year=1" / "notes.txt").write_text("left out")
@@ -128,6 +129,7 @@ def sharing(tmp_path: Path, config: Path) -> Path:
     return tmp_path / "sharing"
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_files_that_share_keys_are_found_in_whatever_process(
     run, config: Path, sharing: Path, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_files_that_share_keys_are_found_in_whatever_process(
     assert done.stderr.count("share their data keys and file unique") == 7
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_nonces_of_different_processes_are_compared(run, tmp_path: Path, started: list[Any]) -> None:
     """Two files that share a DEK, and one nonce: each is verified by a worker of its own."""
     vectors = {vector.rule: vector for vector in breaking_vectors() if vector.rule is not None}
@@ -307,6 +310,7 @@ def test_a_configuration_from_stdin_is_read_once(config: Path, folder: Path, tmp
     assert "Encrypted 3 files" in done.stdout
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_the_audit_log_has_each_use_of_a_key(
     config: Path, many: Path, run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -499,6 +503,7 @@ def test_what_a_killed_process_left_is_encrypted_by_the_next_run(
     assert Keytools.from_yaml(config).verify_folder(encrypted).conforms
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_configuration_that_changes_ends_the_command(
     run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

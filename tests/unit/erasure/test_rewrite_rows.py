@@ -59,7 +59,8 @@ def by_name(report: RotationReport) -> dict[str, Any]:
 @every_kind
 def test_rows_are_removed_and_other_files_stay(tmp_path: Path, settings: dict[str, Any]) -> None:
     case = Case.make(tmp_path, "in_memory", **settings)
-    with_match, other = case.write("x.parquet"), case.write("p=1/y.parquet", table=TABLE.slice(200))
+    with_match = case.write("x.parquet", row_group_size=100)
+    other = case.write("p=1/y.parquet", table=TABLE.slice(200))
     before, all_names, was = end_of(with_match), names(case.folder), tree_digest(case.folder)
     report = case.tools().erase_rows(case.folder, where="a IN (3, 150) AND b != 'text 0'")
     assert report.succeeded and report.counts == {Outcome.ROWS_REMOVED: 1, Outcome.NO_MATCHING_ROWS: 1}

@@ -206,7 +206,8 @@ def spec_of(schema: Schema, transform: Transform[Any, Any]) -> PartitionSpec:
     return PartitionSpec(*(PartitionField(id_, 999 + id_, transform, f"p {columns[id_]}") for id_ in columns))
 
 
-@pytest.mark.parametrize("transform", ALL if SOAK else [*ALL[:3], DayTransform()], ids=str)
+# Values of buckets are numbers, those of truncated columns of their types: as the first and the last have them.
+@pytest.mark.parametrize("transform", ALL if SOAK else [IdentityTransform(), DayTransform()], ids=str)
 def test_each_type_by_each_transform_does_what_a_plaintext_table_does(
     lake: Lake, transform: Transform[Any, Any]
 ) -> None:

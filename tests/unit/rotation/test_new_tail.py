@@ -223,7 +223,7 @@ DIFFERENCES: dict[str, Callable[[Footer], Any]] = {
     "rows of a row group": lambda footer: _change(footer, "row_group.num_rows", lambda old: old + 1),
     "no ordinal": lambda footer: _change(footer, "row_group.ordinal", lambda _: None),
     "one row group less": lambda footer: footer.row_groups.pop(),
-    "unknown field of a row group": lambda footer: _set_unknown(footer.row_groups[2]),
+    "unknown field of a row group": lambda footer: _set_unknown(footer.row_groups[1]),
     "offset of a chunk": lambda footer: _change(footer, "chunk.file_offset", lambda old: old + 1),
     "metadata of a chunk": lambda footer: _change(footer, "chunk.encrypted_column_metadata", _flip),
     "unknown field of a chunk": lambda footer: _set_unknown(footer.row_groups[1].columns[1]),

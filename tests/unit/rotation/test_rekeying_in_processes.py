@@ -85,6 +85,7 @@ def facts(files: list[FileRotation], root: Path) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("key_material", ["internal", "external"] if SOAK else ["external"])
+@pytest.mark.usefixtures("warm_workers")
 def test_reports_are_the_same(tmp_path: Path, key_material: str) -> None:
     """With a damaged file in the middle, a plaintext one, and a link that leads nowhere."""
     tools = Keytools.from_yaml(write_config(tmp_path, key_material))
@@ -123,6 +124,7 @@ def test_reports_are_the_same(tmp_path: Path, key_material: str) -> None:
     assert ours == theirs
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_large_files_stay_here(tools: Keytools, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those are done one after the other, in this process, and nobody else."""
     large = folder / "year=0" / "0.parquet"
@@ -159,6 +161,7 @@ def test_few_files_and_private_files_stay_here(
     assert report.counts == Counter({RotationOutcome.REKEYED: 3})
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_copies_become_files_of_their_own_without_a_warning(tools: Keytools, folder: Path) -> None:
     """Whether the first one is replaced when the second one is opened is a matter of chance."""
     first, *others = sorted(folder.rglob("*.parquet"))

@@ -272,16 +272,18 @@ schema = pa.schema([("name", pa.float64()), ("part", pa.int64())])
 numbers = np.random.default_rng(1).random(1_000_000)
 keytools = tools({{}})
 filesystem = keytools.filesystem()
+# To compress them takes most of the time.
+options = dict(compression="none", use_dictionary=False)
 
 def batches(count):
     for n in range(count):
         yield pa.record_batch([numbers[n % 100 :][:250_000], np.arange(250_000)], schema=schema)
 
 def write(count):
-    with keytools.writer({path!r}, schema) as writer:
+    with keytools.writer({path!r}, schema, **options) as writer:
         for batch in batches(count):
             writer.write_batch(batch)
-    with pq.ParquetWriter({path!r}, schema, filesystem=filesystem) as writer:
+    with pq.ParquetWriter({path!r}, schema, filesystem=filesystem, **options) as writer:
         for batch in batches(count):
             writer.write_batch(batch)
 
