@@ -145,6 +145,23 @@ class InspectedModule(NamedTuple):
     page_ordinal: int | None = None
 
 
+@dataclass
+class FileReading:
+    """What the chunks of a file share while they are read.
+
+    Attributes:
+        windows: In most files, pages follow one another, and so do page indexes of a kind: one reads each kind.
+        scratch: Where pages are decrypted, again and again.
+    """
+
+    source: ByteSource
+    depth: Depth
+    book: RuleBook
+    nonces: FileNonces
+    windows: dict[RegionKind, HeaderWindow]
+    scratch: bytearray = field(default_factory=bytearray)
+
+
 class ChunkVerifier:
     """Verifies one column chunk: its metadata, then its pages, its Bloom filter and page indexes.
 
@@ -160,7 +177,7 @@ class ChunkVerifier:
 
     def __init__(
         self,
-        file: FileVerifier,
+        file: FileReading,
         envelope: FooterEnvelope,
         column: Column,
         row_group_ordinal: int,
@@ -672,8 +689,6 @@ class FileVerifier:
     """Checks the rules of a file, as far as it is read.
 
     Attributes:
-        scratch: Where pages are decrypted, again and again.
-        windows: In most files, pages follow one another, and so do page indexes of a kind: one reads each kind.
         cipher: What opened the footer; None without its key, and of a plaintext file.
         fingerprint: Of the DEK of the footer; empty without it.
         is_authentic: Whether the footer is.
@@ -686,8 +701,6 @@ class FileVerifier:
     expectation: Expectation
     depth: Depth = Depth.ALL
     nonce_part: InitVar[NoncePart | None] = None
-    scratch: bytearray = field(default_factory=bytearray)
-    windows: dict[RegionKind, HeaderWindow] = field(default_factory=dict)
     book: RuleBook = field(default_factory=lambda: RuleBook(FILE_SCOPES))
     envelope: FooterEnvelope | None = None
     cipher: ModuleCipher | None = None
@@ -906,7 +919,7 @@ class FileVerifier:
 
     def _check_chunks(self, envelope: FooterEnvelope, footer: OpenFooter) -> None:
         book, footer_offset = self.book, envelope.footer_offset
-        self.windows = {
+        windows = {
             kind: HeaderWindow(self.source, 0, footer_offset, step=step)
             for kind, step in (
                 (RegionKind.PAGES, None if self.depth is Depth.HEADERS else _STEP),
@@ -914,11 +927,13 @@ class FileVerifier:
                 (RegionKind.OFFSET_INDEX, None),
             )
         }
+        # Chunks do not refer to this object: they would hold each other, and the file, until a garbage collection.
+        reading = FileReading(self.source, self.depth, book, self.nonces, windows)
         ciphers = self._ciphers(footer)
         for row_group_ordinal in range(len(footer.row_groups)):
             for column in footer.columns:
                 cipher, key = ciphers.get(column.ordinal, (None, b""))
-                chunk = ChunkVerifier(self, envelope, column, row_group_ordinal, cipher, key)
+                chunk = ChunkVerifier(reading, envelope, column, row_group_ordinal, cipher, key)
                 self.chunks.append(chunk)
                 self._read_metadata(chunk, footer)
         unusable = check_layout(self._regions, footer_offset, book)
