@@ -117,7 +117,7 @@ _read_length = struct.Struct("<I").unpack_from
 
 
 _MOST_JOBS = 64
-"""Objects of jobs that live longer would wake Python's garbage collector."""
+"""After how many jobs they are done: more objects that live at once would wake Python's garbage collector."""
 
 _MORE_NONCES = 256 * NONCE_LENGTH
 
@@ -305,8 +305,8 @@ class ChunkRewrite:
     are page indexes that are wrong and so are not in the output, and why.
     """
 
-    # Structs, and tuples and dictionaries of integers alone: Python's garbage collector looks at each object of
-    # other types, and a wide file has tens of thousands of chunks.
+    # No records around the structs, and tuples and dictionaries of integers alone: a wide file has tens of
+    # thousands of chunks, and Python's garbage collector looks at each object that may refer to others.
     chunk: Struct
     metadata: Struct
     reader: ChunkCipher | None

@@ -140,7 +140,7 @@ def nested(record: type[RecordT]) -> _Codec[RecordT]:
 
 
 class Records(Sequence[RecordT]):
-    """The records of a long list, each of which is made, and its struct read, when it is asked for."""
+    """The records of a long list, each of which is made when it is asked for, as is its struct if only located."""
 
     __slots__ = ("_record", "_structs")
 
@@ -163,7 +163,7 @@ class Records(Sequence[RecordT]):
         return map(self.__getitem__, range(len(self._structs)))
 
     def passing(self) -> Iterator[RecordT]:
-        """Yield the records; what was not read yet is not kept."""
+        """Yield the records; structs that are read for this are not kept."""
         structs = self._structs
         return map(self._record, structs if isinstance(structs, list) else structs.passing())
 
@@ -302,11 +302,12 @@ class EncryptionWithColumnKey(Record):
 
 
 def usual_key_metadata(crypto_metadata: bytes, path: tuple[str, ...]) -> bytes | None:
-    """Return the key metadata of a column with this path, which has a key of its own.
+    """Return the key metadata of a column with this path and a key of its own, from its `ColumnCryptoMetaData`.
 
-    `crypto_metadata` is a `ColumnCryptoMetaData` as nearly all writers write it; None for any other bytes.
+    None if the bytes are not those that nearly all writers write: the general reader is needed.
     """
-    # Of thousands of columns, so nothing is read that can be compared: union field 2, its path, a key metadata.
+    # A file has thousands of columns, and comparing is faster than reading: field 2 of the union, with the path
+    # and the key metadata.
     before = b"\x2c\x19" + path_bytes(path) + b"\x18"
     if not crypto_metadata.startswith(before) or crypto_metadata[-2:] != b"\0\0":
         return None

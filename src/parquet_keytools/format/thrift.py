@@ -402,7 +402,7 @@ class Structs(Sequence["Struct"]):
         return struct
 
     def passing(self) -> Iterator[Struct]:
-        """Yield the structs; those that were not read yet are not kept."""
+        """Yield the structs; those that are read for this are not kept."""
         for position in range(len(self)):
             struct = self._read.get(position)
             yield self._document.struct(self._places[position], self._depth)[0] if struct is None else struct
@@ -478,7 +478,7 @@ class Struct:
         """Return whether it has a field."""
         if self._values and field_id in self._values:
             return self._values[field_id] is not None
-        return field_id in self._ids
+        return self._position(field_id) >= 0
 
     def has_types(self, wanted: Mapping[int, WireType]) -> bool:
         """Return whether it has fields with these types, by id."""

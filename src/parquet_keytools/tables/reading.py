@@ -304,7 +304,7 @@ class _DataSetFiles:
         """
         request, paths = self._request, self.paths
         self._reads_folder_names = partitioning is not None if reads_folder_names is None else reads_folder_names
-        # They refer to this object, which must not refer to them: keys would live until a garbage collection.
+        # `files` calls this object, which must not refer to it: keys would live until a garbage collection.
         files = FilesAhead(paths, lambda: partial(self._open, self._keys.kms_keys(self._known)))
         (first,) = files.hold(paths[:1])
         handler = ViewHandler(self._folder.filesystem, files, self._denied_columns, reopen)
