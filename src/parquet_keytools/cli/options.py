@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_origin, get_type_hin
 
 import typer
 
-from parquet_keytools.cli.output import known_options, picked
+from parquet_keytools.cli.output import ExitStatus, known_options, picked, say
 
 if TYPE_CHECKING:
     from parquet_keytools.keytools import Keytools
@@ -187,8 +187,11 @@ def with_options(group: type[Any] | None = None) -> Callable[[Callable[..., None
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        if command.__doc__ is None:
+            say("Error: Python runs without docstrings, which describe the options. Run it without -OO.")
+            raise SystemExit(ExitStatus.WRONG_USAGE)
         hints = get_type_hints(command, include_extras=True)
-        docstrings = [_SHARED, command.__doc__]
+        docstrings: list[str | None] = [_SHARED, command.__doc__]
         parameters = list(inspect.signature(command).parameters.values())
         own = [parameter for parameter in parameters if parameter.name != "options"]
         shared: Mapping[str, inspect.Parameter] = {}

@@ -34,6 +34,14 @@ def test_help_imports_nothing_slow() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_python_without_docstrings_is_refused() -> None:
+    """Options would lose their names."""
+    command = [sys.executable, "-OO", "-m", "parquet_keytools", "keys", "--help"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert "Run it without -OO." in process.stderr
+
+
 def test_help_names_every_command_and_the_exit_statuses(run) -> None:
     done = run("--help")
     assert done.exit_code == 0
