@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import getpass
 import json
 import logging
@@ -97,7 +98,7 @@ def write(use: KeyUse) -> None:
         text = " ".join(f"{name}={value!r}" for name, value in facts.items() if value is not None)
         record = _log.makeRecord(_log.name, logging.INFO, __file__, 0, "%s", (text,), None, "write", facts)
         if not _log.hasHandlers():
-            _warn_of_no_handler()
+            warn_of_no_handler()
         _log.handle(record)
     except Exception as error:
         # Like the handlers of the standard library.
@@ -118,13 +119,8 @@ class JsonFormatter(logging.Formatter):
         return json.dumps({"time": at, **facts, "process": record.process, "thread": record.threadName})
 
 
-_warned = False
-
-
-def _warn_of_no_handler() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        logging.getLogger("parquet_keytools").warning(
-            "audit_log is on, but the logger %s has no handler: audit records are lost", LOGGER_NAME
-        )
+@functools.cache
+def warn_of_no_handler() -> None:
+    """Warn once if the audit log is on, and no handler takes its records."""
+    text = "audit_log is on, but the logger %s has no handler: audit records are lost"
+    logging.getLogger("parquet_keytools").warning(text, LOGGER_NAME)

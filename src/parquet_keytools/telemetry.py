@@ -20,13 +20,13 @@ NAME = "parquet_keytools"
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 _KEYS = [1, 2, 3, 5, 10, 30, 100, 300, 1_000, 3_000, 10_000]
 
-_COUNTERS = {
+COUNTERS = {
     "kms.calls": ("{call}", "Calls to the KMS, each with all its retries"),
     "kms.retries": ("{try}", "Retries"),
     "kms.keys": ("{key}", "Keys wrapped, unwrapped and re-wrapped"),
     "kek_cache.requests": ("{request}", "Lookups in a cache of KEKs"),
 }
-_HISTOGRAMS: dict[str, tuple[str, str, list[Any]]] = {
+HISTOGRAMS: dict[str, tuple[str, str, list[Any]]] = {
     "kms.call.duration": ("s", "Duration of a call to the KMS, with all its retries", _SECONDS),
     "kms.throttle.wait": ("s", "Time that an attempt was held back by throttling", _SECONDS),
     "kms.operation.keys": ("{key}", "Keys in one operation", _KEYS),
@@ -34,16 +34,16 @@ _HISTOGRAMS: dict[str, tuple[str, str, list[Any]]] = {
 
 
 def count(name: str, number: int, attributes: Attributes) -> None:
-    """Add to a counter of `_COUNTERS`."""
-    instruments = _instruments()
+    """Add to a counter of `COUNTERS`."""
+    instruments = instruments_of_process()
     if instruments is not None and number:
         with contextlib.suppress(Exception):
             instruments.of[name].add(number, _named(attributes))
 
 
 def measure(name: str, value: float, attributes: Attributes) -> None:
-    """Record a value in a histogram of `_HISTOGRAMS`."""
-    instruments = _instruments()
+    """Record a value in a histogram of `HISTOGRAMS`."""
+    instruments = instruments_of_process()
     if instruments is not None:
         with contextlib.suppress(Exception):
             instruments.of[name].record(value, _named(attributes))
@@ -63,7 +63,7 @@ class Span:
         self._active: Any = None
 
     def __enter__(self) -> Self:
-        instruments = _instruments()
+        instruments = instruments_of_process()
         if instruments is not None:
             with contextlib.suppress(Exception):
                 self._span = instruments.tracer.start_span(
@@ -125,9 +125,9 @@ class _Instruments:
         meter = metrics.get_meter(NAME, meter_provider=meter_provider)
         self.tracer = trace.get_tracer(NAME, tracer_provider=tracer_provider)
         self.of: dict[str, Any] = {}
-        for name, (unit, description) in _COUNTERS.items():
+        for name, (unit, description) in COUNTERS.items():
             self.of[name] = meter.create_counter(f"{NAME}.{name}", unit=unit, description=description)
-        for name, (unit, description, boundaries) in _HISTOGRAMS.items():
+        for name, (unit, description, boundaries) in HISTOGRAMS.items():
             self.of[name] = meter.create_histogram(
                 f"{NAME}.{name}",
                 unit=unit,
@@ -150,7 +150,7 @@ class _State:
     instruments: _Instruments | None = _NOT_MADE
 
 
-def _instruments() -> _Instruments | None:
+def instruments_of_process() -> _Instruments | None:
     """Return the instruments; None if OpenTelemetry is missing or broken."""
     if _State.instruments is _NOT_MADE:
         with _State.lock:

@@ -42,7 +42,7 @@ def test_yaml_blocks_have_fields_that_there_are() -> None:
 
 
 def test_all_metrics_and_audit_fields_are_there() -> None:
-    metrics = {f"{telemetry.NAME}.{name}" for name in (*telemetry._COUNTERS, *telemetry._HISTOGRAMS)}
+    metrics = {f"{telemetry.NAME}.{name}" for name in (*telemetry.COUNTERS, *telemetry.HISTOGRAMS)}
     assert metrics | audit.KeyUse.__dataclass_fields__.keys() == {
         name for name in ROW.findall(PAGE) if not name.endswith("Error")
     }

@@ -50,7 +50,7 @@ def test_an_object_that_changes_meanwhile_is_not_replaced(
     case = put(store, tmp_path)
     other = tmp_path / "other.parquet"
     case.tools().write_table(TABLE.slice(0, 300), other)
-    write, attempts = rewrite._Rewriting._write, []
+    write, attempts = rewrite.Rewriting.write_rows, []
 
     def change(self: Any, *arguments: Any) -> Any:
         rows = write(self, *arguments)
@@ -59,7 +59,7 @@ def test_an_object_that_changes_meanwhile_is_not_replaced(
             store.put("d/x.parquet", other.read_bytes())
         return rows
 
-    monkeypatch.setattr(rewrite._Rewriting, "_write", change)
+    monkeypatch.setattr(rewrite.Rewriting, "write_rows", change)
     filesystem = store.filesystem()
     report = case.tools().erase_rows(f"{FOLDER}/x.parquet", where="a < 130", filesystem=filesystem)
     assert report.counts == {Outcome.ROWS_REMOVED: 1} and len(attempts) == 2
@@ -71,7 +71,7 @@ def test_a_killed_run_is_repeated(store: S3Store, tmp_path: Path, monkeypatch: p
         """Stands for the end of the process."""
 
     case, filesystem = put(store, tmp_path), store.filesystem()
-    check = rewrite._Rewriting._check
+    check = rewrite.Rewriting.check_output
     checked = []
 
     def killed(self: Any, *arguments: Any) -> Any:
@@ -80,7 +80,7 @@ def test_a_killed_run_is_repeated(store: S3Store, tmp_path: Path, monkeypatch: p
             raise KilledError
         return check(self, *arguments)
 
-    monkeypatch.setattr(rewrite._Rewriting, "_check", killed)
+    monkeypatch.setattr(rewrite.Rewriting, "check_output", killed)
     with pytest.raises(KilledError):
         case.tools().erase_rows(FOLDER, where="a < 130", filesystem=filesystem)
     monkeypatch.undo()

@@ -210,7 +210,7 @@ def test_the_store_copies_many_parts(store: S3Store, tmp_path: Path, monkeypatch
     "beginning", [LEAST_PART_BYTES, 512 * 1024**2, 512 * 1024**2 + 1, 5 * 1024**4, 48 * 1024**4]
 )
 def test_parts_have_lengths_that_the_store_takes(beginning: int) -> None:
-    bounds = s3_replacement._part_bounds(beginning)
+    bounds = s3_replacement.part_bounds(beginning)
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     assert bounds[0] == 0 and bounds[-1] == beginning and len(lengths) < 10_000
     assert min(lengths) >= LEAST_PART_BYTES and max(lengths) <= 5 * 1024**3
@@ -515,7 +515,7 @@ def test_checksums_of_parts_go_into_the_new_object() -> None:
         "LastModified": 1,
         "ChecksumType": "COMPOSITE",
     }
-    assert s3_replacement._part(3, answer) == {"PartNumber": 3, "ETag": "e", "ChecksumCRC32": "c"}
+    assert s3_replacement.part_of_answer(3, answer) == {"PartNumber": 3, "ETag": "e", "ChecksumCRC32": "c"}
 
 
 # --- without boto3, or with other rights ---

@@ -264,7 +264,7 @@ def run(job: Job, tell: Callable[[Ended], None]) -> None:
 
     data_set_run.ThreadPoolExecutor = InOrder  # type: ignore[assignment, misc]
     placement.in_threads = _in_order  # type: ignore[assignment]
-    outputs._LocalOutput.open_stream = _open_stream  # type: ignore[method-assign]
+    outputs.LocalOutput.open_stream = _open_stream  # type: ignore[method-assign]
     points, folder, keystore = Points(job, tell), Path(job.folder), Path(job.keystore)
     if job.action == "command":
         tell(_command(job, points))

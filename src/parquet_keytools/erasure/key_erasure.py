@@ -584,7 +584,7 @@ class Erasure:
         self._service = keys
         self._location = location
         self._keys = KeysOfValue(keys, where, table_name)
-        self._sleep = sleep
+        self.sleep = sleep
 
     @property
     def value(self) -> str:
@@ -691,7 +691,7 @@ class Erasure:
                 answers = [a if isinstance(a, KmsError) else None for a in kms.unwrap_many(wanted)]
                 if None not in answers or time.monotonic() + pause > end:
                     break
-                self._sleep(pause)
+                self.sleep(pause)
                 pause *= 2
         finally:
             if is_own:

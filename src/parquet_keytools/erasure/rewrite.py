@@ -98,7 +98,7 @@ def rewrite_rows(
     table_name, _ = keys.configuration.select_table(table_name)
     file_or_folder(location)
     _refuse_table_around(location)
-    rewriting = _Rewriting(keys, table_name, parse_filter(where))
+    rewriting = Rewriting(keys, table_name, parse_filter(where))
 
     def on_found(file: FileRotation) -> None:
         if isinstance(file.error, ConfigurationError | ColumnAccessDeniedError):
@@ -142,7 +142,7 @@ def _is_table(path: str, kind: str) -> ConfigurationError:
     )
 
 
-class _Rewriting:
+class Rewriting:
     """Removes the matching rows of files; `found` has what a search found in each file."""
 
     def __init__(self, keys: KeyService, table_name: str, conditions: Sequence[Condition]) -> None:
@@ -180,10 +180,10 @@ class _Rewriting:
 
         def write(sink: ByteSink) -> None:
             with _explaining(location), open_source(location) as source:
-                rows.extend(self._write(opened, as_verified(opened, source), new, sink))
+                rows.extend(self.write_rows(opened, as_verified(opened, source), new, sink))
 
         def check(written: ByteSource) -> None:
-            after.append(self._check(opened, written, new, rows, found))
+            after.append(self.check_output(opened, written, new, rows, found))
 
         done = replaced_whole(
             location, tail, new, RotationOutcome.ROWS_REMOVED, policy, write, check, other_names_keep="the rows"
@@ -248,11 +248,11 @@ class _Rewriting:
 
     # --- writing ---
 
-    def _write(self, opened: OpenedFile, source: ByteSource, new: NewFileKeys, sink: ByteSink) -> list[int]:
+    def write_rows(self, opened: OpenedFile, source: ByteSource, new: NewFileKeys, sink: ByteSink) -> list[int]:
         """Write the rows that stay; return the number of rows of each new row group."""
         view = _View(opened, source)
         row_filter = self._filter(view.file.schema_arrow, opened)
-        writer = _PlainWriter(opened, view)
+        writer = PlainWriter(opened, view)
         encrypted = StreamedFile(sink, new.encryption, writer.part(None, {}))
         rows: list[int] = []
         with naming_place(opened.location, opened.footer.columns):
@@ -265,7 +265,7 @@ class _Rewriting:
         encrypted.finish(writer.part(None, {}))
         return rows
 
-    def _check(
+    def check_output(
         self, opened: OpenedFile, written: ByteSource, new: NewFileKeys, rows: list[int], found: FileRewrite
     ) -> FileEnd:
         """Read the new file as its readers will; refuse it if a matching row is in it, or another row is not."""
@@ -335,7 +335,7 @@ def _count(matches: Any) -> int:
     return pc.sum(matches).as_py() or 0
 
 
-class _PlainWriter:
+class PlainWriter:
     """Writes row groups as plain files in memory, with the schema and metadata of another file."""
 
     def __init__(self, opened: OpenedFile, view: _View) -> None:

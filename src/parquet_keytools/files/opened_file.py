@@ -188,7 +188,7 @@ class _Opening:
             yield
         except (KeyMaterialError, TableMismatchError):
             try:
-                is_there = VerifiedTail.of(_read_envelope(self.location)) == VerifiedTail.of(self.envelope)
+                is_there = VerifiedTail.of(envelope_at(self.location)) == VerifiedTail.of(self.envelope)
             except (KeytoolsError, OSError):
                 is_there = False
             if is_there:
@@ -220,7 +220,7 @@ def open_files(
         read = map if len(locations) == 1 else pool.map
         openings = [
             _Opening(location, envelope, FileKeyRetriever(kms_keys, data_keys, location), table_check)
-            for location, envelope in zip(locations, read(_read_envelope, locations), strict=True)
+            for location, envelope in zip(locations, read(envelope_at, locations), strict=True)
         ]
         for opening in openings:
             if opening.envelope.mode is FooterMode.UNENCRYPTED and not allow_plaintext:
@@ -286,7 +286,8 @@ _CONCURRENT_FILES = 16
 """How many footers are read at a time; each takes two reads, which on an object store is mostly waiting."""
 
 
-def _read_envelope(location: FileLocation) -> FooterEnvelope:
+def envelope_at(location: FileLocation) -> FooterEnvelope:
+    """Read the envelope of the footer of a file."""
     with open_source(location) as source:
         return read_envelope(source)
 
@@ -554,7 +555,7 @@ def _is_there(location: FileLocation, file_unique: bytes) -> bool:
 def _differs(location: FileLocation, opened: OpenedFile) -> bool:
     """Return whether another file has the file unique of the opened one, and other data."""
     try:
-        envelope = _read_envelope(location)
+        envelope = envelope_at(location)
     except (KeytoolsError, OSError):
         return False
     is_other = VerifiedTail.of(envelope) != opened.tail

@@ -26,7 +26,7 @@ MEMORY_BYTES = 64 * 1024 * 1024
 """How much all files of one room keep in memory, in addition to the last segment of each."""
 
 _KEY_BITS = 256
-_SLOT_BYTES = SEGMENT_BYTES + TAG_LENGTH
+SLOT_BYTES = SEGMENT_BYTES + TAG_LENGTH
 _CACHED_SEGMENTS = 4
 """Decrypted segments of a file: one for each thread that reads it, and one for the page walk."""
 
@@ -67,7 +67,7 @@ class SpoolRoom:
             stored = StoredSegment(slot, len(data), self._stored.to_bytes(NONCE_LENGTH, "big"))
         sealed = bytearray(len(data) + TAG_LENGTH)
         self._cipher.encrypt_into(stored.nonce, data, b"", sealed)
-        view, offset = memoryview(sealed), slot * _SLOT_BYTES
+        view, offset = memoryview(sealed), slot * SLOT_BYTES
         with failing_as_output(self._target, only_writing=True):
             while len(view):
                 written = operating_system.write_at(self._file.fileno(), view, offset)
@@ -79,7 +79,7 @@ class SpoolRoom:
         if isinstance(kept, bytearray):
             return kept
         assert self._file is not None
-        sealed = operating_system.read_at(self._file.fileno(), kept.length + TAG_LENGTH, kept.slot * _SLOT_BYTES)
+        sealed = operating_system.read_at(self._file.fileno(), kept.length + TAG_LENGTH, kept.slot * SLOT_BYTES)
         plaintext = bytearray(kept.length)
         try:
             self._cipher.decrypt_into(kept.nonce, sealed, b"", plaintext)

@@ -31,7 +31,7 @@ HEADER_LENGTH = 8
 _FRAMING = NONCE_LENGTH + TAG_LENGTH
 _FULL_BLOCK = BLOCK_LENGTH + _FRAMING
 _HEADER = MAGIC + struct.pack("<I", BLOCK_LENGTH)
-_MAX_BLOCKS = 1 << 32
+MAX_BLOCKS = 1 << 32
 _BLOCKS_PER_REQUEST = 8
 _pack_ordinal = struct.Struct("<I").pack
 
@@ -103,8 +103,8 @@ class Ags1Writer:
             self._file.close()
 
     def _write_block(self) -> None:
-        if self._ordinal >= _MAX_BLOCKS:
-            raise FormatLimitError(f"an AGS1 stream has no more than {_MAX_BLOCKS} blocks.")
+        if self._ordinal >= MAX_BLOCKS:
+            raise FormatLimitError(f"an AGS1 stream has no more than {MAX_BLOCKS} blocks.")
         nonce = os.urandom(NONCE_LENGTH)
         out = bytearray(len(self._block) + _FRAMING)
         out[:NONCE_LENGTH] = nonce
@@ -150,7 +150,7 @@ class Ags1Reader(RangedFile):
         self._last_length = rest + 1 - _FRAMING
         if self._last_length < 0 or (self._last and not self._last_length):
             raise self._error(f"it is cut within a block: {length} bytes")
-        if self._last >= _MAX_BLOCKS:
+        if self._last >= MAX_BLOCKS:
             raise self._error(f"it has more blocks than AGS1 can count: {length} bytes")
         self.size_bytes = self._last * BLOCK_LENGTH + self._last_length
         if key_metadata.file_length is None:

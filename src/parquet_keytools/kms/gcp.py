@@ -460,7 +460,7 @@ _SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
 _LEAST_SECONDS_BETWEEN_REFUSALS = 30.0
 """If every token is refused, not every call requests another token."""
 
-_KINDS: dict[str, Callable[..., Any]] = {
+KINDS: dict[str, Callable[..., Any]] = {
     "authorized_user": user_credentials.Credentials.from_authorized_user_info,
     "external_account": identity_pool.Credentials.from_info,
     "service_account": service_account.Credentials.from_service_account_info,
@@ -498,14 +498,14 @@ def _from_file(file: Path) -> Any:
     failure = None
     try:
         info = json.loads(file.read_text(encoding="utf-8"))
-        make = _KINDS.get(str(info.get("type"))) if isinstance(info, dict) else None
+        make = KINDS.get(str(info.get("type"))) if isinstance(info, dict) else None
         if make is not None:
             return make(info, scopes=_SCOPES)
     except OSError as error:
         failure = error.strerror or type(error).__name__
     except Exception as error:  # the key cannot be parsed, and the exception may quote it
         failure = type(error).__name__
-    kinds = ", ".join(sorted(_KINDS))
+    kinds = ", ".join(sorted(KINDS))
     detail = f"cannot use credentials_file: {failure or f'its type is none of {kinds}'}"
     hint = "For other kinds of credentials set GOOGLE_APPLICATION_CREDENTIALS in place of credentials_file."
     raise KmsConfigurationError(detail, operation="connect", hint=hint)

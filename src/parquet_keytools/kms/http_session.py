@@ -14,7 +14,7 @@ from urllib3.exceptions import HTTPError, LocationValueError, ReadTimeoutError
 from parquet_keytools.errors import KmsResponseInvalidError
 from parquet_keytools.kms.transport import retry_after_seconds
 
-_MAX_ANSWER_BYTES = 16 * 1024 * 1024
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 REDIRECTS = (301, 302, 303, 307, 308)
 
@@ -72,7 +72,7 @@ def send(
             body = bytearray()
             while part := response.raw.read1(65_536, decode_content=True):
                 body += part
-                if len(body) > _MAX_ANSWER_BYTES:
+                if len(body) > MAX_ANSWER_BYTES:
                     raise KmsResponseInvalidError("it is too long")
                 # The timeout of the request limits silence only: a server that drips bytes never exceeds it.
                 if clock() >= deadline:

@@ -104,7 +104,7 @@ from parquet_keytools.secret_bytes import SecretBytes
 
 Clock = Callable[[], datetime]
 
-_MAX_FILE_LENGTH = 16 * 2**20
+MAX_FILE_LENGTH = 16 * 2**20
 _MIN_NEW_PASSPHRASE_LENGTH = 8
 
 # --- the document and its cryptography ---
@@ -420,7 +420,7 @@ class Keystore:
     def _read(self) -> tuple[bytes, FileIdentity]:
         return read_private_file(
             self.path,
-            max_length=_MAX_FILE_LENGTH,
+            max_length=MAX_FILE_LENGTH,
             hint_if_missing="Restore it from a backup: with new master keys, even of the same names, existing "
             "files are unreadable. If there never was a keystore, create one with: "
             f"parquet-keytools keystore create-key NAME --path '{self.path}'",
@@ -545,8 +545,8 @@ def _write(
     target: Path, master_keys: dict[str, MasterKey], scrypt: ScryptParameters, keys: PassphraseKeys
 ) -> None:
     content = KeystoreDocument.sealed(master_keys, scrypt, keys).to_bytes()
-    if len(content) > _MAX_FILE_LENGTH:
-        raise _refused(f"the keystore would be longer than {_MAX_FILE_LENGTH} bytes, and could not be read")
+    if len(content) > MAX_FILE_LENGTH:
+        raise _refused(f"the keystore would be longer than {MAX_FILE_LENGTH} bytes, and could not be read")
     replace_private_file(target, content)
 
 

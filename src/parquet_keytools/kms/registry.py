@@ -20,7 +20,7 @@ from parquet_keytools.runtime.presentation import install_hint
 ENTRY_POINT_GROUP = "parquet_keytools.kms"
 
 
-_BUILT_INS = {
+BUILT_INS = {
     # with the extra that installs its dependencies
     name: EntryPoint(name, f"parquet_keytools.kms.{place}", ENTRY_POINT_GROUP)
     for name, place in {
@@ -37,17 +37,17 @@ _BUILT_INS = {
 
 def known_names() -> list[str]:
     """Return the names of all backends that are installed, sorted."""
-    return sorted({*_BUILT_INS, *(plugin.name for plugin in entry_points(group=ENTRY_POINT_GROUP))})
+    return sorted({*BUILT_INS, *(plugin.name for plugin in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def is_known(name: str) -> bool:
     """Return whether a backend of this name is installed. The search for plug-ins takes milliseconds."""
-    return name in _BUILT_INS or name in known_names()
+    return name in BUILT_INS or name in known_names()
 
 
 def client_class(name: str) -> type[KmsClient]:
     """Return the KMS client of a name. A plug-in cannot replace a client of this package."""
-    if built_in := _BUILT_INS.get(name):
+    if built_in := BUILT_INS.get(name):
         return _load(built_in, f"the KMS client {name!r}", "".join(map(install_hint, built_in.extras)))
     plugins = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not plugins:

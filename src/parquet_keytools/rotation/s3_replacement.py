@@ -203,14 +203,14 @@ def _put_object(found: S3Object, data: bytes) -> None:
 def _put_beginning_and(found: S3Object, tail: Tail, new: bytes) -> None:
     """Replace an object by one with the same data, of `LEAST_PART_BYTES` or more, which the store copies."""
     client, place = found.client, found.place
-    bounds = _part_bounds(tail.offset)
+    bounds = part_bounds(tail.offset)
     upload_id = client.create_multipart_upload(**place, **found.headers)["UploadId"]
     try:
         parts = _copied_parts(found, upload_id, bounds)
         last = client.upload_part(
             **place, UploadId=upload_id, PartNumber=len(bounds), Body=new, ContentMD5=_md5(new)
         )
-        parts.append(_part(len(bounds), last))
+        parts.append(part_of_answer(len(bounds), last))
         check_unchanged(found.location, tail)
         _replace_if_unchanged(
             found, client.complete_multipart_upload, UploadId=upload_id, MultipartUpload={"Parts": parts}
@@ -221,7 +221,7 @@ def _put_beginning_and(found: S3Object, tail: Tail, new: bytes) -> None:
         raise
 
 
-def _part_bounds(beginning: int) -> list[int]:
+def part_bounds(beginning: int) -> list[int]:
     """Return the bounds of copied parts, which have equal lengths: a short last one might be too small."""
     count = -(-beginning // max(PART_BYTES, -(-beginning // (_MOST_PARTS - 1))))
     return [beginning * position // count for position in range(count + 1)]
@@ -239,13 +239,13 @@ def _copied_parts(found: S3Object, upload_id: str, bounds: list[int]) -> list[di
             CopySourceRange=f"bytes={bounds[number - 1]}-{bounds[number] - 1}",
             CopySourceIfMatch=found.etag,
         )
-        return _part(number, answer["CopyPartResult"])
+        return part_of_answer(number, answer["CopyPartResult"])
 
     count = len(bounds) - 1
     return [copy(1)] if count == 1 else in_threads(copy, range(1, count + 1), CONCURRENT_PARTS)
 
 
-def _part(number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
+def part_of_answer(number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entry of a part for completing an upload, with its checksums if the store keeps any."""
     checksums = {name: value for name, value in answer.items() if name.startswith("Checksum") and value}
     checksums.pop("ChecksumType", None)

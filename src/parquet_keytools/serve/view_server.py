@@ -48,10 +48,10 @@ from parquet_keytools.serve.served_tree import ServedTree
 _IDLE_SECONDS = 60.0
 """Time limit for the next request of an idle connection."""
 
-_HEAD_SECONDS = 10.0
+HEAD_SECONDS = 10.0
 """Time limit for a request head after its first byte, and for the first byte of a connection."""
 
-_SEND_SECONDS = 120.0
+SEND_SECONDS = 120.0
 """Time limit for sending one chunk."""
 
 _LINGER_SECONDS = 1.0
@@ -88,7 +88,7 @@ class ViewConnection(BaseHTTPRequestHandler):
     def setup(self) -> None:
         """Replace the input stream by a stream with limits."""
         super().setup()
-        self._head = HeadReader(self.connection, _HEAD_SECONDS)
+        self._head = HeadReader(self.connection, HEAD_SECONDS)
         self.rfile = self._input = io.BufferedReader(self._head)
         self._is_first = True
         self._lingers = False
@@ -113,10 +113,10 @@ class ViewConnection(BaseHTTPRequestHandler):
         self.protocol = self._key = self.command = self.requestline = ""
         self.request_version = self.protocol_version
         try:
-            self._head.begin(_HEAD_SECONDS if self._is_first else _IDLE_SECONDS)
+            self._head.begin(HEAD_SECONDS if self._is_first else _IDLE_SECONDS)
             self._is_first = False
             if self._input.peek(1):
-                self._head.begin(_HEAD_SECONDS)
+                self._head.begin(HEAD_SECONDS)
                 self._answer()
         except (OSError, ClientGoneError):
             # The client can no longer receive an error response.
@@ -190,7 +190,7 @@ class ViewConnection(BaseHTTPRequestHandler):
                 try:
                     self._send_head(answer, body.length)
                     while True:
-                        self._send_bytes(chunk)
+                        self.send_bytes(chunk)
                         sent += len(chunk)
                         if sent == body.length:
                             break
@@ -221,7 +221,7 @@ class ViewConnection(BaseHTTPRequestHandler):
         try:
             self._send_head(answer, body.length if isinstance(body, ServedRange) else len(body))
             if isinstance(body, bytes) and self.command != "HEAD" and answer.status != 304:
-                self._send_bytes(body)
+                self.send_bytes(body)
         except ClientGoneError as gone:
             self._log(answer.status, error or gone)
             raise
@@ -243,7 +243,8 @@ class ViewConnection(BaseHTTPRequestHandler):
         with self._sending():
             self.end_headers()
 
-    def _send_bytes(self, content: bytes) -> None:
+    def send_bytes(self, content: bytes) -> None:
+        """Send a part of an answer."""
         with self._sending():
             self.connection.sendall(content)
 
@@ -252,7 +253,7 @@ class ViewConnection(BaseHTTPRequestHandler):
         """Raise `ClientGoneError` for a failed connection, since failed storage raises `OSError`, too."""
         try:
             # The limit is for the whole block, not for each part of it that the socket sends.
-            self.connection.settimeout(_SEND_SECONDS)
+            self.connection.settimeout(SEND_SECONDS)
             yield
         except OSError:
             raise ClientGoneError from None
@@ -349,7 +350,7 @@ _REFUSED_BINDS = {
     errno.EACCES: (": ports below 1024 need root privileges", "Choose another --port; 0 is a free one."),
     errno.EADDRNOTAVAIL: (": this machine does not have this address", "Choose another --address."),
 }
-_END_SECONDS = 5.0
+END_SECONDS = 5.0
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -423,7 +424,7 @@ class ViewServer(socketserver.ThreadingTCPServer):
             left = dict(self._open)
         for connection in left:
             cut_off(connection)
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + END_SECONDS
         for thread in left.values():
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -467,7 +468,7 @@ class ViewServer(socketserver.ThreadingTCPServer):
             if self._tls is None:
                 super().process_request_thread(request, client_address)
                 return
-            request.settimeout(_END_SECONDS)
+            request.settimeout(END_SECONDS)
             secure = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
             with self._lock:
                 if (thread := self._open.pop(request, None)) is None:

@@ -422,7 +422,7 @@ def cached_jar() -> Path:
     for name in sorted(jar.name for jar in _spark_jars().glob("*.jar")):
         if name.startswith(_VERSIONS):
             digest.update(name.encode() + b"\0")
-    jar = _cache_folder() / f"parquet-keytools-spark-{digest.hexdigest()[:20]}.jar"
+    jar = cache_folder() / f"parquet-keytools-spark-{digest.hexdigest()[:20]}.jar"
     return jar if jar.is_file() else build_jar(jar)
 
 
@@ -430,7 +430,7 @@ def _source_files() -> list[Path]:
     return sorted(_SOURCES.rglob("*.java"))
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     """Return a folder that only this user can write: what lies in it runs in every executor."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     with suppress(OSError, RuntimeError):  # There may be no home.

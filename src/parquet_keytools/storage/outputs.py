@@ -114,7 +114,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 _NOT_THE_FILE = operating_system.NOT_A_FILE | {errno.ENOENT}
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_MOST_STAYING_OPEN = 50
+MOST_STAYING_OPEN = 50
 """How many files stay open although they may be closed, each with its folder: macOS allows 256 descriptors.
 
 Files that stay open are locked, so the next writer in a folder removes what a killed process left.
@@ -123,7 +123,7 @@ Files that stay open are locked, so the next writer in a folder removes what a k
 _staying_open: set[int] = set()
 
 
-class _LocalOutput:
+class LocalOutput:
     """A local file that is written under a temporary name beside its target; see `pending_output`.
 
     On POSIX, the folder is opened once, and all names are relative to its descriptor: a path leads elsewhere when
@@ -150,7 +150,7 @@ class _LocalOutput:
         self._mode = mode
         self._like = like
         self._is_synced = False
-        self._stays_open = keeps_open or len(_staying_open) < _MOST_STAYING_OPEN
+        self._stays_open = keeps_open or len(_staying_open) < MOST_STAYING_OPEN
         self._temporary = ""
         self._place: Folder | None = Folder(self._folder_path)
         self._file: int | None = None
@@ -391,7 +391,7 @@ class _LocalOutput:
 
 
 class _StoredOutput:
-    """A file on any other file system, under a temporary name; see `_LocalOutput` for its methods."""
+    """A file on any other file system, under a temporary name; see `LocalOutput` for its methods."""
 
     folder: FolderIdentity | None = None
 
@@ -444,7 +444,7 @@ def _state(folder: Folder, name: str) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-PendingOutput = _LocalOutput | _StoredOutput
+PendingOutput = LocalOutput | _StoredOutput
 """A file that is being written, and is not in its place yet."""
 
 
@@ -480,7 +480,7 @@ def pending_output(
         remove_stored_leftovers(target)
         return _StoredOutput(target, overwrite=overwrite)
     like = like if like is not None and like.is_local else None
-    return _LocalOutput(
+    return LocalOutput(
         target, overwrite=overwrite, mode=mode, like=like, keeps_open=keeps_open, folder=folder, durable=durable
     )
 

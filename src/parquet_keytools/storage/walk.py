@@ -343,7 +343,7 @@ def is_data_file(file: FileLocation) -> bool:
     by_name = _by_name(file.name, ())
     if by_name is not None:
         return by_name is True
-    verdict = _has_magic(file)
+    verdict = has_magic(file)
     if isinstance(verdict, OSError):
         raise verdict
     return verdict
@@ -367,7 +367,8 @@ def _by_name(name: str, names: Collection[str]) -> LeftOutReason | bool | None:
     return True if _SAYS_PARQUET.search(name) else None
 
 
-def _has_magic(file: FileLocation) -> bool | OSError:
+def has_magic(file: FileLocation) -> bool | OSError:
+    """Return whether a file begins or ends as Parquet does, or why it cannot be read."""
     try:
         with open_source(file) as source:
             length = min(MAGIC_LENGTH, source.size_bytes)
@@ -396,7 +397,7 @@ def _classified(
         for listed in files
         if listed.error is None and by_name[listed.name] is None
     ]
-    verdicts = threads.map(_has_magic, asked) if len(asked) > 1 else map(_has_magic, asked)
+    verdicts = threads.map(has_magic, asked) if len(asked) > 1 else map(has_magic, asked)
     for listed in listing.listed:
         location = FileLocation(filesystem, listed.path)
         if listed.is_folder:

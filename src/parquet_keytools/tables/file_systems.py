@@ -64,7 +64,7 @@ _THREADS = 2
 _SCANS = 4
 """How many scans have files opened ahead; older scans get their files on demand."""
 
-_KEPT = 64
+KEPT_FILES = 64
 """How many files are kept after their first use: some readers ask for a file more than once."""
 
 
@@ -155,7 +155,7 @@ class FilesAhead:
                     hint="Open the data set again.",
                 )
             self._kept[path] = opened
-            if len(self._kept) > _KEPT:
+            if len(self._kept) > KEPT_FILES:
                 self._kept.popitem(last=False)
         return opened
 

@@ -601,7 +601,7 @@ def _bloom_filter(reader: ChunkCipher, stored: memoryview) -> bytes:
 
 # --- Files as Python files, and views that are kept --------------------------------------------------------------
 
-_MOST_KEPT = 128
+MOST_KEPT = 128
 """How many views are kept; each has a file open, and a footer in memory."""
 
 _MOST_FOLDERS = 1_000
@@ -718,7 +718,7 @@ class PlainFiles:
         )
         # Keep nothing if the file was replaced meanwhile.
         if version is not None and version == _version(location):
-            self._keep(self._kept, location.path, (file, version, opened_at), _MOST_KEPT)
+            self._keep(self._kept, location.path, (file, version, opened_at), MOST_KEPT)
         return file
 
     def size_bytes(self, location: FileLocation, info: pafs.FileInfo) -> int:

@@ -422,7 +422,7 @@ def test_what_is_no_proof(tmp_path: Path, unreachable: bool) -> None:
     tools.write_dataset(DATA, tmp_path / "d", partitioning=["tenant"])
     erasure = tools.erasure(tmp_path / "d", {"tenant": "acme"})
     pauses: list[float] = []
-    erasure._sleep = pauses.append
+    erasure.sleep = pauses.append
     made = erasure.run(erasure.plan())
     assert not made.proof.obtained and made.proof.reason
     assert made.proof.unreachable is unreachable
@@ -463,7 +463,7 @@ def test_the_proof_is_by_a_client_without_memory(place: Place, monkeypatch: pyte
     with place.tools() as tools:
         assert tools.read_table(place.data).num_rows == 2
         erasure = tools.erasure(place.data, {"tenant": "acme"})
-        erasure._sleep = lambda _: None
+        erasure.sleep = lambda _: None
         assert erasure.run(erasure.plan()).proof.obtained
 
 

@@ -112,7 +112,7 @@ class KilledError(BaseException):
 def test_the_record_of_a_killed_run_shows_what_it_found(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
     case, record = keystore_case(), tmp_path / "record.json"
     arguments = ("erase", case.data, "--config", case.config, *WHERE, "--processes", 1, "--record")
-    original, planned, done_files = rewrite._Rewriting.rewrite, [], []
+    original, planned, done_files = rewrite.Rewriting.rewrite, [], []
 
     def killed_before_the_second(self, location):
         if done_files:
@@ -121,10 +121,10 @@ def test_the_record_of_a_killed_run_shows_what_it_found(run, keystore_case, tmp_
         done_files.append(location)
         return original(self, location)
 
-    monkeypatch.setattr(rewrite._Rewriting, "rewrite", killed_before_the_second)
+    monkeypatch.setattr(rewrite.Rewriting, "rewrite", killed_before_the_second)
     with pytest.raises(KilledError):
         run(*arguments, record)
-    monkeypatch.setattr(rewrite._Rewriting, "rewrite", original)
+    monkeypatch.setattr(rewrite.Rewriting, "rewrite", original)
     # As SIGKILL leaves it: what was found, and nothing of what was done.
     record.write_bytes(planned[0])
     plan = json.loads(planned[0])

@@ -423,7 +423,7 @@ def test_a_file_that_changes_meanwhile_is_not_replaced(tmp_path: Path, monkeypat
     case = Case.make(tmp_path, "in_memory")
     path, newer = case.write("x.parquet"), tmp_path / "newer.parquet"
     case.tools().write_table(TABLE.slice(0, 300), newer)
-    write, attempts = rewrite._Rewriting._write, []
+    write, attempts = rewrite.Rewriting.write_rows, []
 
     def change(self: Any, *arguments: Any) -> Any:
         rows = write(self, *arguments)
@@ -432,7 +432,7 @@ def test_a_file_that_changes_meanwhile_is_not_replaced(tmp_path: Path, monkeypat
         attempts.append(sum(rows))
         return rows
 
-    monkeypatch.setattr(rewrite._Rewriting, "_write", change)
+    monkeypatch.setattr(rewrite.Rewriting, "write_rows", change)
     report = case.tools().erase_rows(case.folder, where="a = 1")
     (file,) = report.files
     assert isinstance(file, FileRewrite) and (file.rows, file.rows_removed) == (300, 1) and attempts == [499, 299]
@@ -446,12 +446,12 @@ def test_a_new_file_that_is_not_as_it_should_be_replaces_nothing(
     case = Case.make(tmp_path, "in_memory")
     case.write("x.parquet")
     before = tree_digest(case.folder)
-    part = rewrite._PlainWriter.part
+    part = rewrite.PlainWriter.part
 
     def short(self: Any, table: pa.Table | None, options: Any) -> Any:
         return part(self, None if table is None else table.slice(1), options)
 
-    monkeypatch.setattr(rewrite._PlainWriter, "part", short)
+    monkeypatch.setattr(rewrite.PlainWriter, "part", short)
     (file,) = case.tools().erase_rows(case.folder, where="a = 1").files
     assert file.error_class == "OutputError" and tree_digest(case.folder) == before
 
@@ -459,7 +459,7 @@ def test_a_new_file_that_is_not_as_it_should_be_replaces_nothing(
         # As if the filter had kept the row, and lost another one.
         return part(self, None if table is None else TABLE.slice(1, table.num_rows), options)
 
-    monkeypatch.setattr(rewrite._PlainWriter, "part", unfiltered)
+    monkeypatch.setattr(rewrite.PlainWriter, "part", unfiltered)
     (file,) = case.tools().erase_rows(case.folder, where="a = 1").files
     assert file.error_class == "OutputError" and "matching rows" in str(file.error)
     assert tree_digest(case.folder) == before

@@ -19,7 +19,7 @@ from parquet_keytools.storage.locations import FileLocation
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plaintext_spool, "SEGMENT_BYTES", 1000)
-    monkeypatch.setattr(plaintext_spool, "_SLOT_BYTES", 1016)
+    monkeypatch.setattr(plaintext_spool, "SLOT_BYTES", 1016)
 
 
 def room(folder: Path, memory_bytes: int) -> SpoolRoom:

@@ -139,14 +139,14 @@ def replaced_by_a_folder(path: Path) -> None:
 @pytest.fixture(params=[removed, replaced_by_a_folder], ids=lambda act: act.__name__)
 def is_gone_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have somebody remove `x.parquet` or `0-0.parquet` as soon as they are in their places."""
-    commit = outputs._LocalOutput.commit
+    commit = outputs.LocalOutput.commit
 
     def committed(output: outputs.PendingOutput, *arguments: Any, **options: Any) -> None:
         commit(output, *arguments, **options)  # type: ignore[arg-type]
         if Path(output.target.path).name in ("x.parquet", "0-0.parquet"):
             request.param(Path(output.target.path))
 
-    monkeypatch.setattr(outputs._LocalOutput, "commit", committed)
+    monkeypatch.setattr(outputs.LocalOutput, "commit", committed)
 
 
 def encrypts(keytools: Keytools, folder: Path) -> None:

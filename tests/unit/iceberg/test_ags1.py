@@ -375,7 +375,7 @@ def test_a_closed_writer_takes_nothing_and_closes_once() -> None:
 
 
 def test_no_block_beyond_those_that_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ags1, "_MAX_BLOCKS", 1)
+    monkeypatch.setattr(ags1, "MAX_BLOCKS", 1)
     stream = Ags1Writer(Kept(), METADATA)
     stream.write(bytes(BLOCK_LENGTH + 1))
     with pytest.raises(KeytoolsError, match="no more than 1 blocks"):

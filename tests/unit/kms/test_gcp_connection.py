@@ -117,9 +117,9 @@ class Made:
 def test_a_file_says_its_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, maker: Callable[..., Any]
 ) -> None:
-    assert gcp_connection._KINDS[kind] == maker
+    assert gcp_connection.KINDS[kind] == maker
     made = Made()
-    monkeypatch.setitem(gcp_connection._KINDS, kind, made)
+    monkeypatch.setitem(gcp_connection.KINDS, kind, made)
     monkeypatch.setattr(google.auth, "default", lambda **_: pytest.fail("those of the machine were taken"))
     info = {"type": kind, "text": "ü"}
     (tmp_path / "file.json").write_text(json.dumps(info, ensure_ascii=False), encoding="utf-8")

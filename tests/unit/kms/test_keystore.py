@@ -798,7 +798,7 @@ def test_what_would_be_too_long_to_be_read_is_not_written(
 ) -> None:
     """Else all master keys in it would be lost."""
     keystore, before = Keystore(path, right), path.read_bytes()
-    monkeypatch.setattr(keystore_file, "_MAX_FILE_LENGTH", len(before))
+    monkeypatch.setattr(keystore_file, "MAX_FILE_LENGTH", len(before))
     with pytest.raises(KmsConfigurationError, match="could not be read"):
         getattr(keystore, update)("c" if update == "create_key" else "a")
     assert path.read_bytes() == before and shape(keystore)

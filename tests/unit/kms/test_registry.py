@@ -132,7 +132,7 @@ def test_a_plugin_that_breaks(site: Path, text: str, said: str) -> None:
 def test_a_built_in_that_misses_an_extra(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (site / "needy_backend.py").write_text("import a_library_that_is_missing\n")
     needy = importlib.metadata.EntryPoint("needy", "needy_backend:NeedyKms [needy]", "parquet_keytools.kms")
-    monkeypatch.setitem(registry._BUILT_INS, "needy", needy)
+    monkeypatch.setitem(registry.BUILT_INS, "needy", needy)
     with pytest.raises(ConfigurationError, match="a_library_that_is_missing") as caught:
         registry.client_class("needy")
     assert caught.value.hint == "Install the extra [needy]"

@@ -161,7 +161,7 @@ def test_an_answer_that_breaks_off_is_a_failed_connection(error: Exception, kind
 
 
 def test_an_answer_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_session, "_MAX_ANSWER_BYTES", 500)
+    monkeypatch.setattr(http_session, "MAX_ANSWER_BYTES", 500)
     assert connected(Answer(200, {"data": "x" * 400}))[0]()
     with pytest.raises(KmsResponseInvalidError):
         connected(Answer(200, {"data": "x" * 600}))[0]()

@@ -264,7 +264,7 @@ def test_an_audit_log_without_a_handler_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever switches it on and forgets where it shall go finds out before he needs it."""
-    monkeypatch.setattr(audit, "_warned", False)
+    audit.warn_of_no_handler.cache_clear()
     monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
     kms = audited(in_memory("k"))
     for _ in range(3):

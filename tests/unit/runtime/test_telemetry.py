@@ -285,7 +285,7 @@ def test_what_breaks_in_it_breaks_nothing_else(broken: str, monkeypatch: pytest.
         telemetry.use_providers(Broken(), Broken())
     else:
         telemetry.use_providers(MeterProvider(), tracers)
-        instruments = telemetry._instruments()
+        instruments = telemetry.instruments_of_process()
         assert instruments is not None
         instruments.tracer = Broken()
         instruments.of = {}

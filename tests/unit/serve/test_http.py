@@ -353,7 +353,7 @@ def test_a_head_that_does_not_come_ends_the_connection(
         half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1")
         half.shutdown(socket.SHUT_WR)
         assert half.recv(13) == b"HTTP/1.1 400 "
-        monkeypatch.setattr(view_server, "_HEAD_SECONDS", 0.2)
+        monkeypatch.setattr(view_server, "HEAD_SECONDS", 0.2)
         assert said(server, b"") == b""
         # However long the first byte takes to come, on a machine with much else to do.
         begin, seconds = view_server.HeadReader.begin, iter((30.0, 30.0, 0.2))
@@ -434,7 +434,7 @@ def test_every_byte_of_a_footer_is_part_of_the_etag() -> None:
 
 
 def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view_server, "_SEND_SECONDS", 0.2)
+    monkeypatch.setattr(view_server, "SEND_SECONDS", 0.2)
     ended = threading.Event()
     monkeypatch.setattr(view_server, "write_access", lambda *_: ended.set())
     with served({"large": bytes(50_000_000)}) as server, contextlib.closing(connected(server)) as connection:
@@ -491,7 +491,7 @@ def test_the_end_waits_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> 
                 assert asked(stack.enter_context(contextlib.closing(connected(server))), server, "empty")[0] == 200
             monkeypatch.setattr(view_server, "time", SimpleNamespace(monotonic=lambda: now))
             monkeypatch.setattr(threading.Thread, "join", join)
-        assert now == view_server._END_SECONDS
+        assert now == view_server.END_SECONDS
         monkeypatch.undo()
 
 
@@ -672,7 +672,7 @@ def test_a_client_that_goes_before_it_has_its_answer_is_logged(
     def go(*_: object) -> None:
         raise view_server.ClientGoneError
 
-    monkeypatch.setattr(view_server.ViewConnection, "_send_bytes", go)
+    monkeypatch.setattr(view_server.ViewConnection, "send_bytes", go)
     with served(FILES) as server:
         for key in ("", "2013/a.parquet", "none"):
             with pytest.raises(http.client.IncompleteRead):

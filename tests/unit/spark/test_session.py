@@ -297,15 +297,15 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_a_cache_that_others_can_write_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = session._cache_folder()
+    folder = session.cache_folder()
     assert folder == tmp_path / "parquet-keytools"
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    other = session._cache_folder()
+    other = session.cache_folder()
     assert other != folder and other.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
     folder.symlink_to(other)
-    assert session._cache_folder() != folder
+    assert session.cache_folder() != folder
 
 
 def test_the_sources_are_in_the_package() -> None:

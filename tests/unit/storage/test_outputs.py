@@ -317,7 +317,7 @@ def test_a_running_write_is_never_disturbed(
 ) -> None:
     """Not by another writer in the folder, however long it takes, nor where it cannot stay open."""
     if not keeps_open:
-        monkeypatch.setattr(outputs, "_MOST_STAYING_OPEN", 0)
+        monkeypatch.setattr(outputs, "MOST_STAYING_OPEN", 0)
     with whole_output(at(tmp_path / "x"), keeps_open=keeps_open) as pending:
         write(pending, b"of the first")
         child = os.fork()
@@ -335,7 +335,7 @@ def open_files() -> int:
 
 
 def test_more_files_than_may_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "_MOST_STAYING_OPEN", 2)
+    monkeypatch.setattr(outputs, "MOST_STAYING_OPEN", 2)
     before = open_files()
     with contextlib.ExitStack() as opened:
         for number in range(5):

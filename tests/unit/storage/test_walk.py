@@ -161,7 +161,7 @@ def test_what_the_caller_names_may_be_called_anything(tmp_path: Path) -> None:
 
 
 def test_a_name_is_not_opened_to_look_for_magic(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "_has_magic", lambda path: pytest.fail(path))
+    monkeypatch.setattr(walk, "has_magic", lambda path: pytest.fail(path))
     (root / "part-00001-a1b2").touch()
     assert files_of(found(root)) == {"a=1/x.parquet", "a=2/x.parquet", "z.parquet", "part-00001-a1b2"}
 

@@ -71,13 +71,13 @@ def write(folder: Path, tools: Keytools, count: int = FILES) -> Path:
 def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count how often each folder's file is opened."""
     counts: Counter[str] = Counter()
-    read = opened_file._read_envelope
+    read = opened_file.envelope_at
 
     def counted(location: Any) -> Any:
         counts[Path(location.path).parent.name] += 1
         return read(location)
 
-    monkeypatch.setattr(opened_file, "_read_envelope", counted)
+    monkeypatch.setattr(opened_file, "envelope_at", counted)
     return counts
 
 
@@ -217,7 +217,7 @@ def test_a_file_stays_what_it_was_when_it_was_read_first(
     tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arrow keeps where things lie in a file; nothing else of it is kept here, for long."""
-    monkeypatch.setattr(file_systems, "_KEPT", 1)
+    monkeypatch.setattr(file_systems, "KEPT_FILES", 1)
     tools = keytools()
     write(tmp_path, tools, 4)
     dataset = tools.dataset(tmp_path)

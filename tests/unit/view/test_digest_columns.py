@@ -494,7 +494,7 @@ def test_a_view_says_how_long_a_file_is(people: ViewCase) -> None:
 
 def test_lengths_of_views_are_read_from_footers_once(people: ViewCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder has more files than views stay open."""
-    monkeypatch.setattr(plain_file, "_MOST_KEPT", 1)
+    monkeypatch.setattr(plain_file, "MOST_KEPT", 1)
     opened: list[str] = []
     open_plain_file = plain_file.open_plain_file
 
