@@ -234,7 +234,7 @@ class ProtectionReport:
         return replace(self.with_keys(lines, template_of), timeline=timeline)
 
     def with_keys(
-        self, lines: Iterable[Sequence[int]], template_of: Callable[[str], str | None] = lambda _: None
+        self, lines: Sequence[Sequence[int]], template_of: Callable[[str], str | None] = lambda _: None
     ) -> ProtectionReport:
         """Return a report with these keys, by their positions here; keys of one line are one key."""
         place = {position: number for number, line in enumerate(lines) for position in line}

@@ -6,14 +6,11 @@ import contextlib
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from parquet_keytools.cli import options as opt
-
-if TYPE_CHECKING:
-    pass
 
 
 @opt.with_options(opt.ReportOptions)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -163,7 +163,7 @@ Options:
 """
 """Options of several commands."""
 
-_OPTION = re.compile(r"(--\S+?)(?: (\S+?)(?:>=(\d))?)?(?: or \$(\w+))?: (.+)")
+_OPTION = re.compile(r"(--\S+?)(?: (\S+?)(?:>=(\d+))?)?(?: or \$(\w+))?: (.+)")
 
 
 def _documented(docstring: str | None) -> dict[str, Any]:
@@ -171,7 +171,9 @@ def _documented(docstring: str | None) -> dict[str, Any]:
     _, _, text = f"\n{inspect.cleandoc(docstring or '')}".partition("\nOptions:\n")
     found = {}
     for entry in re.split(r"^ {4}(?=--)", text, flags=re.MULTILINE)[1:]:
-        parsed = cast("re.Match[str]", _OPTION.fullmatch(" ".join(entry.split())))
+        parsed = _OPTION.fullmatch(text := " ".join(entry.split()))
+        if parsed is None:
+            raise ValueError(f"no description of an option: {text}")
         flag, metavar, least, variable, shown = parsed.groups()
         name = flag.partition("/")[0].removeprefix("--").replace("-", "_")
         found[name] = typer.Option(
@@ -215,7 +217,9 @@ def with_options(group: type[Any] | None = None) -> Callable[[Callable[..., None
                     given["options"] = group(**options)
                 command(**given)
 
-        run.__name__, run.__doc__ = command.__name__, (command.__doc__ or "").partition("    Options:\n")[0]
+        # From 3.13 on, Python itself removes the indentation of docstrings.
+        run.__name__ = command.__name__
+        run.__doc__, _, _ = inspect.cleandoc(command.__doc__).partition("\nOptions:\n")
         run.__annotations__ = {name: hint for name, hint in hints.items() if name != "options"}
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [

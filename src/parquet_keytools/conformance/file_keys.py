@@ -636,7 +636,7 @@ class SharedNonces:
             for fingerprint in part.only or ():
                 is_same &= self._users[fingerprint].get(name) == invocations.get(fingerprint)
                 for entry in nonces.entries(fingerprint):
-                    entries[fingerprint] += entry + file
+                    entries[fingerprint] += entry[:NONCE_LENGTH] + file + entry[NONCE_LENGTH:]
             if is_same:
                 left.pop(name, None)
         for name in left:
@@ -645,8 +645,7 @@ class SharedNonces:
         for found in entries.values():
             for first, rest in _repeated(found, ENTRY_LENGTH + _FILE_LENGTH):
                 # A module that ends alike is a copy.
-                files_of = int.from_bytes(first[-_FILE_LENGTH:]), int.from_bytes(rest[-_FILE_LENGTH:])
-                ends = first[_OFFSET_LENGTH:-_FILE_LENGTH], rest[_OFFSET_LENGTH:-_FILE_LENGTH]
-                if files_of[0] != files_of[1] and ends[0] != ends[1]:
+                files_of = int.from_bytes(first[:_FILE_LENGTH]), int.from_bytes(rest[:_FILE_LENGTH])
+                if files_of[0] != files_of[1] and first[-_CHECK_LENGTH:] != rest[-_CHECK_LENGTH:]:
                     pairs[files_of] += 1
         return pairs

@@ -54,7 +54,10 @@ class Kind(StrEnum):
 
 def _text_of_section(name: str) -> str:
     text = resources.files(__package__).joinpath("terms.md").read_text("utf-8")
-    return text.partition(f"\n## {name}: ")[2].partition("\n## ")[0]
+    found = text.partition(f"\n## {name}: ")[2].partition("\n## ")[0]
+    if not found:
+        raise ValueError(f"terms.md has no section {name!r}")
+    return found
 
 
 @cache
@@ -352,8 +355,11 @@ _ROW = re.compile(r"\| ([a-z_.]+) \| (yes|no) \| `(.+?)` \| (?:`(.+?)` )?\|")
 
 @cache
 def _identifiers() -> tuple[_Identifier, ...]:
-    rows = _ROW.findall(_text_of_section("identifiers"))
-    found = [_Identifier(name, shape, is_strong == "yes", written) for name, is_strong, shape, written in rows]
+    _, _, *lines = re.findall(r"^\|.*", _text_of_section("identifiers"), re.MULTILINE)
+    rows = [_ROW.fullmatch(line) for line in lines]
+    if None in rows:
+        raise ValueError(f"terms.md: {lines[rows.index(None)]!r} describes no identifier")
+    found = [_Identifier(row[1], row[3], row[2] == "yes", row[4] or "") for row in rows if row is not None]
     # The United Kingdom's national insurance number has no check digits.
     nino = r"(?!BG|GB|KN|NK|NT|TN|ZZ)[A-CEGHJ-PR-TW-Z][A-CEGHJ-NPR-TW-Z]\d{6}[A-D]"
     return (*found, _Identifier("", nino, True))
