@@ -130,14 +130,15 @@ def pass_value(data: bytes | bytearray | memoryview, code: int, at: int, depth: 
                 code = 8
             if code == 8:
                 length = data[at]
-                at += 1
                 if length > 0x7F:
-                    if data[at] < 0x80:
-                        length += (data[at] - 1) << 7
-                        at += 1
+                    following = data[at + 1]
+                    if following < 0x80:
+                        at += length + 2 + ((following - 1) << 7)
                     else:
-                        length, at = read_varint(data, at - 1)
-                at += length
+                        length, at = read_varint(data, at)
+                        at += length
+                else:
+                    at += length + 1
             elif code == 5 or code == 6:
                 if data[at] > 0x7F:
                     at = _after_varint(data, at, 32 if code == 5 else 64)
