@@ -727,7 +727,9 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno
 def _copy_in_kernel(source: int, target: int, length: int) -> int:
     """Return how many bytes the kernel copied, or shared between the files; fewer than all if it cannot go on."""
     copied = 0
-    while sys.platform == "linux" and hasattr(os, "copy_file_range") and copied < length:
+    if sys.platform != "linux" or not hasattr(os, "copy_file_range"):
+        return copied
+    while copied < length:
         try:
             # At most about 2 GiB at a time, and possibly less.
             count = os.copy_file_range(source, target, length - copied, copied, copied)
