@@ -350,6 +350,7 @@ def test_a_file_of_a_folder_that_changes_before_it_is_read_again_is_no_pass(
 def test_a_file_that_changes_before_spark_reads_it_again_is_no_pass(
     monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, change: str | Callable[[Path], None]
 ) -> None:
+    pytest.importorskip("pyspark")
     config = tmp_path / "keys.yaml"
     key = base64.b64encode(b"k" * 16).decode()
     config.write_text(
