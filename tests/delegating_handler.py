@@ -5,33 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow as pa
-from pyarrow import fs as pafs
 
-from parquet_keytools.runtime.threads_and_forks import share_with_arrow
+from parquet_keytools.tables.file_systems import LookingHandler
 
 
-class DelegatingHandler(pafs.FileSystemHandler):  # type: ignore[misc]
+class DelegatingHandler(LookingHandler):
     """Passes every call on to another file system."""
-
-    def __init__(self, filesystem: pafs.FileSystem) -> None:
-        self.filesystem = filesystem
-        share_with_arrow(self)
-
-    def get_type_name(self) -> str:
-        """Return the name of the file system underneath."""
-        return str(self.filesystem.type_name)
-
-    def normalize_path(self, path: str) -> str:
-        """Return the path in its usual form."""
-        return str(self.filesystem.normalize_path(path))
-
-    def get_file_info(self, paths: list[str]) -> list[pafs.FileInfo]:
-        """Return what is known of some paths."""
-        return list(self.filesystem.get_file_info(paths))
-
-    def get_file_info_selector(self, selector: pafs.FileSelector) -> list[pafs.FileInfo]:
-        """Return what is known of the files of a folder."""
-        return list(self.filesystem.get_file_info(selector))
 
     def create_dir(self, path: str, recursive: bool) -> None:
         """Create a folder."""
@@ -60,10 +39,6 @@ class DelegatingHandler(pafs.FileSystemHandler):  # type: ignore[misc]
     def copy_file(self, src: str, dest: str) -> None:
         """Copy a file."""
         self.filesystem.copy_file(src, dest)
-
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        """Open a file for reading in order."""
-        return self.open_input_file(path)
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Open a file for reading by ranges."""

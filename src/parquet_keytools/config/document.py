@@ -420,9 +420,9 @@ class DocumentSource:
     """The document behind a configuration, without secrets, so that it may be pickled.
 
     `file` is the YAML file as the caller named it, for errors; `path` its absolute path, or None if other
-    processes cannot read the same content, as with pipes. Relative paths start in `folder`. `document` has
-    `${NAME}` as written and `WITHHELD` in place of secrets. `exposed_to` names other users who may read the
-    file.
+    processes cannot read the same content, as with pipes. Relative paths start in `folder`. In `document`,
+    `${NAME}` is not expanded, and `WITHHELD` replaces each secret. `exposed_to` says which other users can read
+    the file.
     """
 
     file: str | None

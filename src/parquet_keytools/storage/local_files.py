@@ -303,7 +303,7 @@ def _locked(folder: Folder) -> tuple[str, int]:
         stem, _, suffix = LOCK_NAME.rpartition(".")
         name = f"{stem}.{operating_system.own_user_id()}.{suffix}"
     elif found.st_mode & stat.S_IWGRP:
-        # Users who may write to the folder may read and write the lock, and no other user.
+        # Only users who can write to the folder can open the lock.
         mode = 0o660
     deadline = time.monotonic() + FOREIGN_LOCK_SECONDS
     while True:

@@ -216,7 +216,7 @@ FOOTER_READ_BYTES = 64 * 1024
 they would be decrypted for nothing, and a damaged page would break reads of other columns."""
 
 
-class _HandlerOver(PartialHandler):
+class LookingHandler(PartialHandler):
     """Looks into another file system, and refuses all other operations."""
 
     def __init__(self, filesystem: pafs.FileSystem) -> None:
@@ -244,7 +244,7 @@ Reopen = Callable[[list[str], pa.Schema], "ds.Dataset"]
 """Makes a data set of these files with this schema, in another process."""
 
 
-class ViewHandler(_HandlerOver):
+class ViewHandler(LookingHandler):
     """Opens views of files whose footers were verified, and no other files.
 
     Columns that cannot be read are in the view, and reading them raises our error: Arrow would fill a missing
@@ -353,7 +353,7 @@ class _ViewInput(RangedFile):
         super().close()
 
 
-class PendingHandler(_HandlerOver):
+class PendingHandler(LookingHandler):
     """Writes encrypted files under temporary names; `commit` gives them their names.
 
     What Arrow deletes because new data replaces it stays until `commit`, too. An error while Arrow opens or closes
