@@ -100,12 +100,12 @@ def test_both_forms_are_read_and_moved_bytes_are_not(place: Place) -> None:
     found = place.read(place.config(), [*reads, *others, *given])
     assert found[:good] == [RIGHT] * good
     for outcome, length in zip(found[good:], lengths, strict=False):
-        assert f"part1: an AAD prefix is expected, and the file unique has {length} bytes, not 8" in outcome
+        assert f"/part1: an AAD prefix is expected, and the file unique has {length} bytes, not 8" in outcome
         assert "reading.file_unique_lengths" in outcome
     of_others = found[good + len(lengths) : -1]
     assert len(of_others) == len(others)
     assert all(isinstance(outcome, str) for outcome in of_others)
-    assert "AAD Prefix in file and in decryption properties is not the same" in of_others[0]
+    assert "/part1: the file stores another AAD prefix than the one expected" in of_others[0]
     assert "contains NUL" in of_others[3]
     assert found[-1] == RIGHT
 
@@ -128,7 +128,7 @@ def test_any_length_where_no_prefix_begins_another(place: Place) -> None:
     found = place.read(place.config(**settings), reads)
     assert found[:good] == [RIGHT] * good
     for outcome in found[good : good + 3]:
-        assert "AAD Prefix in file and in decryption properties is not the same" in outcome
+        assert "/part1: the file stores another AAD prefix than the one expected" in outcome
     assert found[-1] == RIGHT
 
 
@@ -149,7 +149,7 @@ def test_a_page_in_the_place_of_a_footer(place: Place) -> None:
     found = place.read(place.config(aad_prefix=None), reads)
     assert found[:2] == [RIGHT, RIGHT]
     for outcome in found[2:]:
-        assert "end as the AAD of another module does, which was put in the place of the footer" in outcome
+        assert "a data page is in the place of the footer" in outcome
 
 
 def test_a_page_in_the_place_of_a_footer_where_any_length_is_allowed(place: Place) -> None:
@@ -159,7 +159,7 @@ def test_a_page_in_the_place_of_a_footer_where_any_length_is_allowed(place: Plac
     good = place.file("good", b"t/part1/", b"12 bytes, no", **settings)
     found = place.read(place.config(**settings), [(good, {}), (path, {})])
     assert found[0] == RIGHT
-    assert "end as the AAD of another module does, which was put in the place of the footer" in found[1]
+    assert "a data page is in the place of the footer" in found[1]
 
 
 def test_a_folder_gives_no_values_to_a_column_under_a_key(place: Place) -> None:

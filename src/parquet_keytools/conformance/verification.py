@@ -32,7 +32,7 @@ from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
 from parquet_keytools.conformance.inspection import Inspection, inspect_source
 from parquet_keytools.conformance.report import DataSetReport, FileReport, Loss
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
-from parquet_keytools.encryption.file_encryption import column_deks, decrypt_columns
+from parquet_keytools.encryption.file_encryption import column_deks, decrypt_opened
 from parquet_keytools.encryption.footer import Footer, read_envelope
 from parquet_keytools.encryption.module_cipher import ModuleCipher
 from parquet_keytools.encryption.protection import FooterColumn
@@ -434,7 +434,7 @@ def salvage_file(
             )
         readable = damage.readable_row_groups
         with plaintext_output(target, mode, overwrite=overwrite) as pending, pending.open_sink() as sink:
-            decrypt_columns(
+            decrypt_opened(
                 data,
                 sink,
                 _without_indexes(footer, frozenset(damage.damaged_indexes)),

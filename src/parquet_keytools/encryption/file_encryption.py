@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,11 +51,9 @@ from parquet_keytools.format.file_layout import (
     with_trailer,
 )
 from parquet_keytools.format.partial_footers import (
-    Selection,
     VisibleKeyValues,
     hidden_chunk_fields,
     selected_footer,
-    selected_sorting_columns,
     shown_footer,
     shown_metadata,
     shown_row_group,
@@ -294,52 +292,36 @@ Deks = Mapping[tuple[str, ...], SecretBytes]
 """DEKs of columns with a column key, by path."""
 
 
-def decrypt_columns(
+def decrypt_opened(
     source: ByteSource,
     sink: ByteSink,
     footer: Footer,
     deks: Deks,
     *,
-    columns: Collection[tuple[str, ...]] | None = None,
     row_group_ordinals: Sequence[int] | None = None,
-    key_values: Mapping[str, str | None] | None = None,
     threads: int = 2,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write a plaintext file of some columns and row groups, None for all; only their bytes are read.
-
-    Top-level columns are taken whole, so that their structure stays what it was. `key_values` replaces entries of
-    the key-value metadata, or drops them where the value is None. Where columns are left out, `ARROW:schema` is
-    dropped unless it is given: it would describe columns that are not there, by position.
-    """
+    """Write a plaintext file of some row groups, None for all; only their bytes are read."""
     with naming_file(source.path):
-        selection = selected_footer(footer.metadata, footer.leaves, columns, row_group_ordinals, key_values)
+        selection = selected_footer(footer.metadata, footer.leaves, None, row_group_ordinals, None)
     check_stated_algorithm(source, footer, deks)
-    row_groups = open_chunks(
-        footer, deks, lambda *_: None, selection.row_group_ordinals, selection.column_ordinals
-    )
+    row_groups = open_chunks(footer, deks, lambda *_: None, selection.row_group_ordinals)
     rewrite_file(
         source,
         sink,
         footer,
         row_groups,
         magic=MAGIC,
-        make_footer=lambda: _plaintext_footer(footer, selection, row_groups),
+        make_footer=lambda: _plaintext_footer(selection.metadata, row_groups),
         threads=threads,
         on_progress=on_progress,
     )
 
 
-def authenticate_columns(
-    source: ByteSource,
-    footer: Footer,
-    deks: Deks,
-    *,
-    columns: Collection[tuple[str, ...]] | None = None,
-    threads: int = 2,
-) -> None:
-    """Decrypt what `decrypt_columns` would, and write nothing; one thread finds the first thing that is wrong."""
-    decrypt_columns(source, _Nowhere(), footer, deks, columns=columns, threads=threads)
+def authenticate_opened(source: ByteSource, footer: Footer, deks: Deks) -> None:
+    """Decrypt what `decrypt_opened` would, and write nothing."""
+    decrypt_opened(source, _Nowhere(), footer, deks)
 
 
 class _Nowhere:
@@ -354,7 +336,7 @@ class _Nowhere:
         pass
 
 
-def _plaintext_footer(footer: Footer, selection: Selection, row_groups: list[RowGroupRewrite]) -> bytes:
+def _plaintext_footer(metadata: FileMetaData, row_groups: list[RowGroupRewrite]) -> bytes:
     new_row_groups = []
     for ordinal, (row_group, chunks) in enumerate(row_groups):
         columns: list[bytes | Struct] = []
@@ -363,12 +345,7 @@ def _plaintext_footer(footer: Footer, selection: Selection, row_groups: list[Row
             columns.append(
                 chunk.new_chunk({_META_DATA: shown, _CRYPTO_METADATA: None, _ENCRYPTED_COLUMN_METADATA: None})
             )
-        new = new_row_group(ordinal, row_group, chunks, columns)
-        if len(chunks) < len(footer.leaves):
-            selected_sorting_columns(new.struct, selection.column_ordinals)
-            new.total_byte_size = sum(ColumnMetaData(chunk.metadata).total_uncompressed_size for chunk in chunks)
-        new_row_groups.append(new)
-    metadata: FileMetaData = selection.metadata
+        new_row_groups.append(new_row_group(ordinal, row_group, chunks, columns))
     metadata.row_groups = new_row_groups
     metadata.encryption_algorithm = None
     metadata.footer_signing_key_metadata = None
@@ -398,19 +375,16 @@ def open_chunks(
     deks: Deks,
     writer_of: Callable[[int, int], ChunkCipher | None],
     row_group_ordinals: Sequence[int] | None = None,
-    column_ordinals: Sequence[int] | None = None,
 ) -> list[RowGroupRewrite]:
-    """Decrypt the metadata of chunks, and make them ready to be rewritten; None for all row groups and columns."""
-    wanted = range(len(footer.columns)) if column_ordinals is None else column_ordinals
-    columns = [footer.columns[ordinal] for ordinal in wanted]
-    ciphers = [footer.cipher_of(column, deks.get(column.path)) for column in columns]
+    """Decrypt the metadata of chunks, and make them ready to be rewritten; None for all row groups."""
+    ciphers = [footer.cipher_of(column, deks.get(column.path)) for column in footer.columns]
     row_groups: list[RowGroupRewrite] = []
     ordinals = range(len(footer.row_groups)) if row_group_ordinals is None else row_group_ordinals
     for row_group_ordinal in ordinals:
         chunks: list[ChunkRewrite] = []
         row_group = footer.row_groups[row_group_ordinal]
         num_rows = row_group.num_rows
-        for column, cipher in zip(columns, ciphers, strict=True):
+        for column, cipher in zip(footer.columns, ciphers, strict=True):
             reader = None
             if cipher is not None:
                 reader = ChunkCipher(cipher, footer.algorithm, row_group_ordinal, column.ordinal)

@@ -48,7 +48,11 @@ def selected_footer(
     *,
     shows_all: bool = True,
 ) -> Selection:
-    """Return a footer for some columns and row groups, None for all; see `decrypt_columns`.
+    """Return a footer for some columns and row groups, None for all.
+
+    Top-level columns are taken whole, so that their structure stays what it was. `key_values` replaces entries of
+    the key-value metadata, or drops them where the value is None. Where columns are left out, `ARROW:schema` is
+    dropped unless it is given: it would describe columns that are not there, by position.
 
     Unless it `shows_all`, it has what `shown_footer` shows; `shown_row_group` is left to the caller.
     """

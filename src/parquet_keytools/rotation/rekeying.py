@@ -70,7 +70,7 @@ def check_new_file(
             for row_group_ordinal in range(len(footer.row_groups)):
                 footer.chunk_metadata(row_group_ordinal, column, cipher)
         if all_modules:
-            file_encryption.authenticate_columns(written, footer, deks)
+            file_encryption.authenticate_opened(written, footer, deks)
     return footer, deks
 
 

@@ -42,10 +42,6 @@ from parquet_keytools.spark.table_options import TableRequests, WriteRequests, i
 THREADS = 32
 """How many requests are answered at a time."""
 
-
-PREAMBLE = b"\x89PKTW1\r\n"
-"""What a worker sends before its first frame; what Python's start-up may print comes before that."""
-
 MOST_BYTES = 1 << 24
 """Of a frame, its length not counted."""
 
@@ -275,8 +271,6 @@ def serve_jvm() -> int:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _log_to_stderr()
-    answers.write(PREAMBLE)
-    answers.flush()
     worker = KmsWorker(sys.stdin.buffer, answers)
     status = worker.run()
     # A call to the KMS that hangs does not keep this process.

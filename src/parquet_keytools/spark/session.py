@@ -49,9 +49,6 @@ KMS_INSTANCE = "parquet.encryption.kms.instance.id"
 TABLE = "parquet.keytools.table"
 """The option of a read or a write that names the table of its files."""
 
-AAD_PREFIX = "parquet.keytools.aad.prefix"
-"""The option of a read that gives the AAD prefix of its files, `{file_name}` in it."""
-
 _IDENTITY = "parquet.keytools.session.identity"
 _HADOOP = "spark.hadoop."
 
@@ -263,15 +260,10 @@ def session_settings(
         "parquet.keytools.plaintext.reads": reading.plaintext_files,
         "parquet.keytools.plaintext.writes": "reject",
         "parquet.keytools.ctr.files": reading.ctr_files,
-        "parquet.keytools.file.unique.lengths": reading.file_unique_lengths,
         "parquet.keytools.worker.python": python or os.environ.get("PYSPARK_PYTHON") or sys.executable,
         "parquet.keytools.worker.python.driver": sys.executable,
         "parquet.keytools.worker.timeout.seconds": str(timeout_seconds),
     }
-    prefix = table_aad_prefix(configuration, None) if len(configuration.tables) == 1 else None
-    if prefix is not None:
-        # The text: ExpectedAadPrefix.java looks for it with NUL at its end, and without.
-        properties[AAD_PREFIX] = prefix
     return {
         "spark.jars": jar or str(cached_jar()),
         _EXTENSIONS: "parquet_keytools.SessionExtension",
@@ -292,12 +284,6 @@ def refuse_digests_in_spark(configuration: Configuration) -> None:
 def cache_name(*parts: object) -> str:
     """Return the access token of parquet-java, the key of its caches. It is no secret."""
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def table_aad_prefix(configuration: Configuration, table_name: str | None) -> str | None:
-    """Return the AAD prefix that files of a table must have, `{file_name}` in it; None where it has none."""
-    name, table = configuration.select_table(table_name)
-    return table.rendered_aad_prefix(table_name=name, file_name="{file_name}")
 
 
 # --- a configuration in Spark's own, which anyone may read, so without secrets ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference, keys_of_value
 from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration
+from parquet_keytools.encryption.aad import aad_prefixes, expected_aad_prefix
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
 from parquet_keytools.files.field_labels import labels_of_spark
@@ -22,14 +23,12 @@ from parquet_keytools.files.table_check import SeenColumn, TableCheck, refuse_va
 from parquet_keytools.keys.key_wrapping import decode_master_key_id, encode_master_key_id
 from parquet_keytools.kms.client import KmsClient
 from parquet_keytools.spark.session import (
-    AAD_PREFIX,
     FACTORY_OPTIONS,
     KMS_INSTANCE,
     TABLE,
     cache_name,
     carried,
     refuse_digests_in_spark,
-    table_aad_prefix,
 )
 
 if TYPE_CHECKING:
@@ -82,15 +81,8 @@ def read_options(configuration: Configuration, table_name: str | None) -> dict[s
     """Return the options of a read; see `Keytools.spark_read_options`."""
     refuse_digests_in_spark(configuration)
     name, _ = configuration.select_table(table_name)
-    options = {
-        # Else a session that was not configured would read plaintext files in place of encrypted ones.
-        **FACTORY_OPTIONS,
-        TABLE: name,
-    }
-    prefix = table_aad_prefix(configuration, name)
-    if prefix is not None:
-        options[AAD_PREFIX] = prefix
-    return options
+    # Without the factory, a session that was not configured would read plaintext files in place of encrypted ones.
+    return {**FACTORY_OPTIONS, TABLE: name}
 
 
 def spark_limits(policy: TablePolicy) -> list[str]:
@@ -319,7 +311,9 @@ class TableRequests:
     path, a kind of encryption, and a master key or null; and with these `folders`, the names of columns that
     folders above the file give values to. Where the configuration has keys by template, `in_folders` are the
     folders above the file that can give values, and `keys` the master keys of all columns. Where keys depend on
-    values of columns, `footer` is the authentic footer, in base64. May be used by any number of threads.
+    values of columns, `footer` is the authentic footer, in base64. Before the footer is opened, `aad` has the name
+    of the file, the AAD prefix that the read gives, and what the file says of its AAD. May be used by any number
+    of threads.
     """
 
     def __init__(self, configuration: Configuration, kms: KmsClient | None = None) -> None:
@@ -328,14 +322,14 @@ class TableRequests:
         self._checks: dict[str, TableCheck] = {}
 
     def check(self, content: bytes) -> bytes:
-        """Refuse a file that is not what its table says; return the AAD prefix of the table, or nothing."""
+        """Refuse a file that is not what its table says; return the AAD prefixes that it may have, if asked."""
         request = json.loads(content)
         columns = [self._column(*column) for column in request.get("columns", [])]
         folders = {name: f"{name}=..." for name in request.get("folders", [])}
         encrypted = [column.path for column in columns if column.encryption is not ColumnEncryption.PLAINTEXT]
         if not self._configuration.tables:
             refuse_values_of_folders(request["file"], folders, encrypted, None)
-            return b""
+            return self._aad_prefixes(request, None)
         check = self._check_of(request["table"], request["file"])
         algorithm = Algorithm(request["algorithm"])
         footer_key = self._key(request["footer_key"])
@@ -348,7 +342,34 @@ class TableRequests:
         if "footer" in request:
             values = values_in_footer(b64decode(request["footer"]), check.settings.value_columns)
             check.refuse(request["file"], check.value_mismatches(values))
-        return (table_aad_prefix(self._configuration, check.table_name) or "").encode()
+        return self._aad_prefixes(request, check)
+
+    def _aad_prefixes(self, request: dict[str, Any], check: TableCheck | None) -> bytes:
+        if "aad" not in request:
+            return b""
+        name, given, stored, file_unique, supply = (
+            request["aad"][part] for part in ("file_name", "given", "stored", "file_unique", "supply")
+        )
+        of_table = None
+        if check is not None:
+            of_table = check.settings.rendered_aad_prefix(table_name=check.table_name, file_name=name)
+        expected = None
+        # An empty option accepts what the file stores.
+        if given != "":
+            expected = expected_aad_prefix(
+                None if given is None else given.replace("{file_name}", name),
+                [] if of_table is None else [of_table],
+                any_file_unique=self._configuration.reading.file_unique_lengths == "any",
+            )
+        prefixes = aad_prefixes(
+            expected,
+            b64decode(stored) if stored else None,
+            None if file_unique is None else b64decode(file_unique),
+            request["file"],
+            supply_aad_prefix=supply,
+        )
+        written = [b64encode(prefix).decode() for prefix in prefixes]
+        return json.dumps({"prefixes": written, "is_expected": expected is not None}).encode()
 
     def _check_of(self, table_name: str, file: str) -> TableCheck:
         if not table_name and len(self._configuration.tables) > 1:

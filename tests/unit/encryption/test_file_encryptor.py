@@ -18,7 +18,7 @@ from soak import SOAK
 
 from parquet_keytools.encryption import aad
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
-from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, decrypt_columns, encrypt_source
+from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, decrypt_opened, encrypt_source
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.page_walk import walk_chunk
@@ -34,6 +34,8 @@ from parquet_keytools.errors import (
     NotEncryptedError,
     ParquetFormatError,
 )
+from parquet_keytools.format.file_layout import leaf_columns
+from parquet_keytools.format.partial_footers import selected_footer, selected_sorting_columns
 from parquet_keytools.format.structs import (
     ColumnChunk,
     ColumnMetaData,
@@ -587,36 +589,35 @@ def partly() -> tuple[bytes, NamedKeys, pa.Table]:
     return encrypted(data, FileEncryption(keys.new(b"kf"), b"kf", columns)), keys, table
 
 
-def test_only_the_columns_and_row_groups_wanted_are_decrypted(
-    partly: tuple[bytes, NamedKeys, pa.Table],
-) -> None:
+def test_only_the_row_groups_wanted_are_decrypted(partly: tuple[bytes, NamedKeys, pa.Table]) -> None:
     data, keys, table = partly
     footer = read_footer(MemorySource(data), keys)
     source, sink = MemorySource(data), MemorySink(takes_any_order=False)
-    deks = {("struct", "x"): keys.deks[b"ks"]}
-    wanted = {("struct", "y", "z"), ("a.b",)}
-    decrypt_columns(source, sink, footer, deks, columns=wanted, row_group_ordinals=[2, 0])
+    deks = {("struct", "x"): keys.deks[b"ks"], ("city",): keys.deks[b"kc"]}
+    decrypt_opened(source, sink, footer, deks, row_group_ordinals=[2, 0])
     read = pq.read_table(io.BytesIO(sink.contents()))
-    expected = pa.concat_tables([table.slice(500, 250), table.slice(0, 250)]).select(["a.b", "struct"])
-    assert read.equals(expected)
-    assert read.schema.metadata == {b"owner": b"tests"}
-    # Nothing of other columns was touched.
-    assert sum(length for _, length in source.reads) < len(data) / 2
+    assert read.equals(pa.concat_tables([table.slice(500, 250), table.slice(0, 250)]))
+    # Nothing of other row groups was touched.
     unwanted = footer.chunks[1][0].meta_data
     assert unwanted is not None
     start, end = unwanted.data_page_offset, unwanted.data_page_offset + unwanted.total_compressed_size
     assert all(offset + length <= start or offset >= end for offset, length in source.reads)
 
 
-def test_key_values_can_be_replaced(partly: tuple[bytes, NamedKeys, pa.Table]) -> None:
+def test_a_selected_footer_has_whole_columns_and_other_key_values(
+    partly: tuple[bytes, NamedKeys, pa.Table],
+) -> None:
     data, keys, _ = partly
-    sink = MemorySink()
     footer = read_footer(MemorySource(data), keys)
-    decrypt_columns(
-        MemorySource(data), sink, footer, {}, columns={("list", "list", "element")},
-        key_values={"owner": None, "new": "value"},
-    )  # fmt: skip
-    assert pq.read_metadata(io.BytesIO(sink.contents())).metadata == {b"new": b"value"}
+    wanted, key_values = {("struct", "y", "z"), ("a.b",)}, {"owner": None, "new": "value"}
+    selection = selected_footer(footer.metadata, footer.leaves, wanted, None, key_values)
+    kept = [footer.leaves[ordinal].path[0] for ordinal in selection.column_ordinals]
+    assert set(kept) == {"a.b", "struct"} and kept.count("struct") > 1
+    assert leaf_columns(selection.metadata.schema)[0].path == ("a.b",)
+    assert len(leaf_columns(selection.metadata.schema)) == len(kept)
+    # Arrow's schema described all columns.
+    entries = selection.metadata.key_value_metadata or []
+    assert [(entry.key, entry.value) for entry in entries] == [("new", "value")]
 
 
 @pytest.mark.parametrize(
@@ -633,8 +634,9 @@ def test_what_is_not_there_cannot_be_selected(
 ) -> None:
     data, keys, _ = partly
     footer = read_footer(MemorySource(data), keys)
+    selected = {"columns": None, "row_group_ordinals": None} | options
     with pytest.raises(ParquetFormatError, match=reason):
-        decrypt_columns(MemorySource(data), MemorySink(), footer, {}, **options)
+        selected_footer(footer.metadata, footer.leaves, key_values=None, **selected)
 
 
 def test_sorting_columns_follow_the_selection() -> None:
@@ -644,7 +646,8 @@ def test_sorting_columns_follow_the_selection() -> None:
     data = encrypted(_written(table, sorting_columns=sorting), FileEncryption(keys.new(b"kf"), b"kf"))
     footer = read_footer(MemorySource(data), keys)
     for columns, expected in (({("b",), ("c",)}, [1]), ({("a",)}, []), ({("a",), ("c",)}, [1, 0])):
-        sink = MemorySink()
-        decrypt_columns(MemorySource(data), sink, footer, {}, columns=columns)
-        row_group = pq.read_metadata(io.BytesIO(sink.contents())).row_group(0)
-        assert [column.column_index for column in row_group.sorting_columns] == expected
+        selection = selected_footer(footer.metadata, footer.leaves, columns, None, None)
+        row_group = footer.row_groups[0].struct.copy()
+        selected_sorting_columns(row_group, selection.column_ordinals)
+        kept = row_group.entry(4)
+        assert ([] if kept is None else [element.entry(1)[1] for element in kept[1].elements]) == expected

@@ -27,7 +27,6 @@ from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.kms.keystore_file import Keystore
 from parquet_keytools.kms.passphrase import passphrase_from_text
 from parquet_keytools.spark.kms_worker import (
-    PREAMBLE,
     Frame,
     KeyRequest,
     KmsWorker,
@@ -314,9 +313,6 @@ class WorkerProcess(Asker):
             env=os.environ | environment,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
-        before = b""
-        while not before.endswith(PREAMBLE):
-            before += self.process.stdout.read(1)
         super().__init__(self.process.stdin, self.process.stdout)
 
     def start(self, text: str) -> Frame:
@@ -374,8 +370,10 @@ def test_what_is_no_configuration_is_refused(kms: SlowKms, configuration: Path) 
 
 def test_a_program_that_prints_does_not_come_between_the_frames(tmp_path: Path, configuration: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import threading, time\n"
+        "import os, threading, time\n"
         "def chatter():\n"
+        "    while not os.path.sameopenfile(1, 2):\n"
+        "        time.sleep(0.01)\n"
         "    while True:\n"
         "        print('noise' * 100, flush=True)\n"
         "        time.sleep(0.01)\n"

@@ -45,7 +45,6 @@ def test_settings(file: Path) -> None:
     assert found["parquet.keytools.plaintext.reads"] == found["parquet.keytools.plaintext.writes"] == "reject"
     assert found["parquet.keytools.worker.python"] == sys.executable
     assert found["parquet.keytools.worker.timeout.seconds"] == "7"
-    assert found["parquet.keytools.aad.prefix"] == "t/{file_name}"
     assert found["spark.sql.extensions"] == "parquet_keytools.SessionExtension"
     assert found["spark.sql.streaming.commitProtocolClass"] == "parquet_keytools.StreamCommitProtocol"
     carried = json.loads(base64.b64decode(found["parquet.keytools.configuration"]))
@@ -56,11 +55,6 @@ def test_settings(file: Path) -> None:
 def test_a_file_on_every_node(file: Path) -> None:
     found = hadoop(session_settings(file, jar="j", file_on_nodes="c.yaml"))
     assert json.loads(base64.b64decode(found["parquet.keytools.configuration"])) == {"load": "c.yaml"}
-
-
-def test_several_tables_expect_no_aad_prefix(file: Path) -> None:
-    file.write_text(YAML + "  other: {footer_key: footer, column_keys: {pii: [b]}, unlisted_columns: plaintext}\n")
-    assert "parquet.keytools.aad.prefix" not in hadoop(session_settings(file, jar="j"))
 
 
 def test_plaintext_files_may_be_allowed_for_reading_only(file: Path) -> None:

@@ -235,11 +235,8 @@ def test_the_options_of_a_read() -> None:
         "parquet.crypto.factory.class": "parquet_keytools.KeytoolsCryptoFactory",
         "parquet.encryption.kms.client.class": "parquet_keytools.PythonKmsClient",
     }
-    assert tools.spark_read_options("t") == factory | {"parquet.keytools.table": "t"}
-    assert tools.spark_read_options("u") == factory | {
-        "parquet.keytools.table": "u",
-        "parquet.keytools.aad.prefix": "u/{file_name}",
-    }
+    for name in tables:
+        assert tools.spark_read_options(name) == factory | {"parquet.keytools.table": name}
     with pytest.raises(ConfigurationError, match="there are 2 tables"):
         tools.spark_read_options()
     with pytest.raises(ConfigurationError, match="there is no table 'v'"):

@@ -15,8 +15,10 @@ from pyspark.sql import types as t
 
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import (
+    AadPrefixError,
     ConfigurationError,
     DecryptionError,
+    ParquetFormatError,
     TableMismatchError,
     UnsupportedBySparkError,
 )
@@ -43,10 +45,65 @@ def answer(tables: dict[str, Any] = TABLES, **request: Any) -> bytes:
 
 
 def test_a_file_as_its_table_says() -> None:
-    assert answer() == answer(columns=AS_T) == b"t/{file_name}"
+    assert answer() == answer(columns=AS_T) == b""
     assert answer(table="u", footer_key="other", columns=AS_T) == b""
     # Key identifiers stand in files as parquet-java takes them.
-    assert answer(columns=[[["a"], "COLUMN_KEY", "%70ii"]]) == b"t/{file_name}"
+    assert answer(columns=[[["a"], "COLUMN_KEY", "%70ii"]]) == b""
+
+
+UNIQUE = bytes(range(8))
+
+
+def prefixes(
+    given: str | None = None,
+    stored: bytes | None = None,
+    unique: bytes | None = UNIQUE,
+    supply: bool = False,
+    **more: Any,
+) -> tuple[list[bytes], bool]:
+    def text(data: bytes | None) -> str | None:
+        return None if data is None else base64.b64encode(data).decode()
+
+    aad = {"file_name": "f.parquet", "given": given, "stored": text(stored), "file_unique": text(unique)}
+    found = json.loads(answer(aad=aad | {"supply": supply}, **more))
+    return [base64.b64decode(prefix) for prefix in found["prefixes"]], found["is_expected"]
+
+
+def test_the_aad_prefixes_that_a_file_may_have() -> None:
+    own, bare = b"t/f.parquet\0", b"t/f.parquet"
+    u = {"table": "u", "footer_key": "other"}
+    assert prefixes(stored=own) == ([own], True)
+    assert prefixes(stored=bare) == ([bare], True)
+    assert prefixes(supply=True) == ([own, bare], True)
+    assert prefixes("x/{file_name}", b"x/f.parquet") == ([b"x/f.parquet"], True)
+    assert prefixes("base64:eAA=", supply=True) == ([b"x\0"], True)
+    # An empty option accepts what is stored, as a table without a prefix does.
+    assert prefixes("", b"x") == prefixes(stored=b"x", **u) == ([b"x"], False)
+    assert prefixes("") == prefixes(stored=b"", **u) == ([b""], False)
+    assert prefixes(stored=b"x", tables={}) == ([b"x"], False)
+    assert prefixes("x", b"x", tables={}) == ([b"x"], True)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "unique", "supply", "text"),
+    [
+        (None, None, UNIQUE, False, "written without one"),
+        (None, b"x", UNIQUE, False, "stores another AAD prefix"),
+        ("x", b"t/f.parquet\0", UNIQUE, False, "stores another AAD prefix"),
+        (None, b"t/f.parquet", UNIQUE[1:], False, "the file unique has 7 bytes, not 8"),
+        ("", None, UNIQUE, True, "an AAD prefix that is not stored"),
+        ("", None, UNIQUE + b"\2\0\0\0\0\0", False, "a data page is in the place of the footer"),
+        ("", UNIQUE, b"\2\0\0\0\0\0", False, "a data page is in the place of the footer"),
+        ("a\0", None, UNIQUE, True, "contains NUL"),
+        ("base64:%", None, UNIQUE, True, "not base64"),
+        (None, b"t/f.parquet", None, False, "no aad_file_unique"),
+    ],
+)
+def test_an_aad_that_is_refused(
+    given: str | None, stored: bytes | None, unique: bytes | None, supply: bool, text: str
+) -> None:
+    with pytest.raises((AadPrefixError, DecryptionError, ParquetFormatError), match=text):
+        prefixes(given, stored, unique, supply)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +135,7 @@ def test_a_folder_gives_no_values_to_an_encrypted_column(name: str, tables: dict
 
 def test_nor_to_one_that_the_table_has_under_a_key() -> None:
     plain = [[["b", "c"], "PLAINTEXT", None]]
-    assert answer(columns=plain, folders=["year", "b"]) == b"t/{file_name}"
+    assert answer(columns=plain, folders=["year", "b"]) == b""
     with pytest.raises(DecryptionError, match="the name of a folder gives values to 'A'"):
         answer(columns=plain, folders=["A"])
 

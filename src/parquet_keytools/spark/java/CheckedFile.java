@@ -6,10 +6,9 @@ import com.fasterxml.jackson.databind.node.ArrayNode;
 import com.fasterxml.jackson.databind.node.ObjectNode;
 import java.util.ArrayList;
 import java.util.Arrays;
-import java.util.HashMap;
+import java.util.Base64;
 import java.util.LinkedHashSet;
 import java.util.List;
-import java.util.Map;
 import org.apache.hadoop.conf.Configuration;
 import org.apache.hadoop.fs.Path;
 import org.apache.parquet.crypto.DecryptionKeyRetriever;
@@ -23,22 +22,18 @@ import org.apache.spark.sql.catalyst.catalog.ExternalCatalogUtils;
 /**
  * A file that is what its table says, and its keys for parquet-java.
  *
- * The worker compares: the footer's key before it is unwrapped, then the columns that the authentic footer has. What
- * it said of one file goes for others that say the same, in the footer and in the key material beside it. parquet-java
- * reads the footer again afterwards: it gets the footer's DEK only for the key metadata that were checked, and no other
- * footer is authentic under that DEK.
+ * The worker compares: the footer's key and the AAD prefix before a key is unwrapped, then the columns that the
+ * authentic footer has. What it said of the columns of one file goes for others that say the same. parquet-java reads
+ * the footer again afterwards: it gets the footer's DEK only for the key metadata that were checked, and no other footer
+ * is authentic under that DEK.
  */
 final class CheckedFile implements DecryptionKeyRetriever {
   static final String TABLE = "parquet.keytools.table";
+  private static final String AAD_PREFIX = "parquet.keytools.aad.prefix";
 
   private static final ObjectMapper JSON = new ObjectMapper();
   private static final int MOST_COLUMNS = 1000;
-  private static final int MOST_REMEMBERED = 50000;
   private static final int LOOKS = 8;
-  /** What is different for each footer and table -> the AAD prefix under which it was found authentic. */
-  private static final Map AUTHENTIC = new HashMap();
-
-  private static final Object NO_PREFIX = new Object();
 
   private final Configuration configuration;
   private final Path path;
@@ -87,29 +82,14 @@ final class CheckedFile implements DecryptionKeyRetriever {
     if (tail.isPlaintextFile()) {
       return; // parquet-java says what happens to it.
     }
-    String table = configuration.get(TABLE, "");
     KmsWorker worker = KmsWorker.of(configuration);
     ObjectNode request = JSON.createObjectNode();
-    request.put("table", table);
+    request.put("table", configuration.get(TABLE, ""));
     request.put("algorithm", tail.algorithmName());
     request.put("footer_key", keys.masterKeyId(tail.footerKeyMetadata));
     worker.addFolders(request, path);
-    ExpectedAadPrefix expected =
-        new ExpectedAadPrefix(configuration, worker.check(request, path.toString()), path);
-    ArrayNode folders = foldersWithValues();
-    // Nothing authenticates a key material file: what it said once of the keys of columns it need not say again.
-    String external = keys.externalDigest();
-    String digest = worker.identity() + '\n' + table + '\n' + expected.identity() + '\n' + folders + '\n'
-        + request.path("in_folders") + '\n' + tail.digest() + '\n' + external;
-    synchronized (AUTHENTIC) {
-      Object known = AUTHENTIC.get(digest);
-      if (known != null) {
-        aadPrefix = known == NO_PREFIX ? null : (byte[]) known;
-        return;
-      }
-    }
-    FileMetaData footer = authenticFooter(expected);
-    request.set("folders", folders);
+    FileMetaData footer = authenticFooter(worker.checkFooter(request, aad(), path.toString()));
+    request.set("folders", foldersWithValues());
     List parts = columns(footer);
     if (worker.keysDependOnFiles()) {
       // All keys of a file have the same value.
@@ -120,15 +100,17 @@ final class CheckedFile implements DecryptionKeyRetriever {
       worker.check(request, path.toString());
     }
     worker.checkValues(request, footer, path.toString());
-    if (!external.equals(keys.externalDigest())) {
-      return; // The columns need one, and the footer does not.
-    }
-    synchronized (AUTHENTIC) {
-      if (AUTHENTIC.size() >= MOST_REMEMBERED) {
-        AUTHENTIC.clear();
-      }
-      AUTHENTIC.put(digest, aadPrefix == null ? NO_PREFIX : aadPrefix);
-    }
+  }
+
+  /** Returns what the file says of its AAD, and the prefix that the read gives, if any. */
+  private ObjectNode aad() {
+    ObjectNode aad = JSON.createObjectNode();
+    aad.put("file_name", path.getName());
+    aad.put("given", configuration.get(AAD_PREFIX));
+    aad.put("stored", tail.storedAadPrefix());
+    aad.put("file_unique", tail.aadFileUnique());
+    aad.put("supply", tail.mustSupplyAadPrefix());
+    return aad;
   }
 
   /** Returns the names of columns to which folders give values: Spark takes these in place of a file's own. */
@@ -143,28 +125,22 @@ final class CheckedFile implements DecryptionKeyRetriever {
     return names;
   }
 
-  private FileMetaData authenticFooter(ExpectedAadPrefix expected) {
-    // Refuses a file unique of another length before a key is asked for.
-    List forms = expected.forms(tail);
+  /** Returns the footer; the answer of the worker has the AAD prefixes of the file, or that any will do. */
+  private FileMetaData authenticFooter(JsonNode answer) {
+    boolean isExpected = ((JsonNode) answer.path("is_expected")).asBoolean();
     byte[] dek = keys.dek(tail.footerKeyMetadata);
-    if (expected.isAny()) {
-      FileMetaData footer = tail.open(dek, tail.storedAadPrefix());
+    for (Object each : (JsonNode) answer.path("prefixes")) {
+      byte[] prefix = Base64.getDecoder().decode(((JsonNode) each).asText());
+      FileMetaData footer = tail.open(dek, prefix);
       if (footer != null) {
-        return footer;
-      }
-    }
-    for (Object form : forms) {
-      FileMetaData footer = tail.open(dek, (byte[]) form);
-      if (footer != null) {
-        aadPrefix = (byte[]) form;
+        aadPrefix = isExpected ? prefix : null;
         return footer;
       }
     }
     throw new ParquetCryptoRuntimeException(
         "The footer of " + path + " is not authentic"
-            + (expected.isAny()
-                ? ": somebody changed it, or it needs an AAD prefix that is not known here."
-                : " with the AAD prefix that is expected: somebody changed it, or it is another file."));
+            + (isExpected ? " with the AAD prefix that is expected: somebody changed it, or it is another file."
+                : ": somebody changed it."));
   }
 
   /** Returns what the footer says of leaf columns, each thing once, in parts that fit into a request. */

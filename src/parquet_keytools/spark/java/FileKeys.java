@@ -32,8 +32,9 @@ final class FileKeys {
   private final String cacheName;
   private final long lifetimeMilliseconds;
   private final Map held = new HashMap();
+  /** DEKs that the KMS unwrapped for this file, which is read once by us and once by parquet-java. */
+  private final Map deks = new HashMap();
   private JsonNode externalMaterial = null;
-  private String externalDigest = "";
   private String instanceId = null;
 
   FileKeys(Configuration configuration, Path path) {
@@ -43,11 +44,6 @@ final class FileKeys {
     this.cacheName = configuration.get("parquet.encryption.key.access.token", "") + '\n'
         + configuration.get("parquet.keytools.session.identity", "");
     kms.initialize(configuration, null, null, null);
-  }
-
-  /** Returns what is different for two key material files; empty as long as none was needed. */
-  synchronized String externalDigest() {
-    return externalDigest;
   }
 
   /** Returns the KMS of the file and the master key that some key metadata names; the footer's come first. */
@@ -70,7 +66,11 @@ final class FileKeys {
     String masterKeyId = masterKeyId(material);
     String wrappedDek = text(material, "wrappedDEK");
     if (!flag(material, "doubleWrapping")) {
-      return kms.unwrapKey(wrappedDek, masterKeyId);
+      String name = masterKeyId + '\n' + wrappedDek;
+      if (!deks.containsKey(name)) {
+        deks.put(name, kms.unwrapKey(wrappedDek, masterKeyId));
+      }
+      return (byte[]) deks.get(name);
     }
     String kekId = text(material, "keyEncryptionKeyID");
     byte[] kek = kek(kekId, text(material, "wrappedKEK"), masterKeyId);
@@ -173,7 +173,6 @@ final class FileKeys {
           byte[] content = new byte[(int) length];
           stream.readFully(0, content);
           externalMaterial = JSON.readTree(content);
-          externalDigest = FileTail.digest(content);
         } finally {
           stream.close();
         }

@@ -123,18 +123,18 @@ final class FileTail {
     return isCtr() ? algorithm.getAES_GCM_CTR_V1().getAad_prefix() : algorithm.getAES_GCM_V1().getAad_prefix();
   }
 
-  byte[] aadFileUnique() {
-    byte[] unique =
-        isCtr() ? algorithm.getAES_GCM_CTR_V1().getAad_file_unique() : algorithm.getAES_GCM_V1().getAad_file_unique();
-    if (unique == null) {
-      throw new ParquetCryptoRuntimeException(name + " has no aad_file_unique.");
-    }
-    return unique;
+  /** Returns whether the file says that it has an AAD prefix that it does not store. */
+  boolean mustSupplyAadPrefix() {
+    return isCtr()
+        ? algorithm.getAES_GCM_CTR_V1().isSupply_aad_prefix()
+        : algorithm.getAES_GCM_V1().isSupply_aad_prefix();
   }
 
-  /** Returns what is different for two different footers. */
-  String digest() {
-    return digest(footer);
+  /** Returns the file unique, or null. */
+  byte[] aadFileUnique() {
+    return isCtr()
+        ? algorithm.getAES_GCM_CTR_V1().getAad_file_unique()
+        : algorithm.getAES_GCM_V1().getAad_file_unique();
   }
 
   static String digest(byte[] content) {
@@ -145,10 +145,9 @@ final class FileTail {
     }
   }
 
-  /** Returns the footer if it is authentic under a DEK and an AAD prefix, which may be null; else returns null. */
-  FileMetaData open(byte[] dek, byte[] aadPrefix) {
+  /** Returns the footer if it is authentic under a DEK and an AAD prefix, which may be empty; else returns null. */
+  FileMetaData open(byte[] dek, byte[] prefix) {
     byte[] unique = aadFileUnique();
-    byte[] prefix = aadPrefix == null ? new byte[0] : aadPrefix;
     byte[] fileAad = Arrays.copyOf(prefix, prefix.length + unique.length);
     System.arraycopy(unique, 0, fileAad, prefix.length, unique.length);
     byte[] aad = AesCipher.createFooterAAD(fileAad);

@@ -1,5 +1,7 @@
 package parquet_keytools;
 
+import com.fasterxml.jackson.databind.JsonNode;
+import com.fasterxml.jackson.databind.ObjectMapper;
 import com.fasterxml.jackson.databind.node.ObjectNode;
 import java.io.ByteArrayOutputStream;
 import java.io.File;
@@ -39,9 +41,6 @@ final class KmsWorker {
   private static final String DRIVER_PYTHON = "parquet.keytools.worker.python.driver";
   private static final String TIMEOUT = "parquet.keytools.worker.timeout.seconds";
 
-  private static final int MOST_FAILURES = 5;
-  private static final long REST_MILLISECONDS = 30000;
-  private static final long LONGEST_WAIT_MILLISECONDS = 3000;
   private static final int MOST_CHECKED = 10000;
   private static final int MOST_NAME_BYTES = 65535;
 
@@ -55,9 +54,6 @@ final class KmsWorker {
   /** What was found to be as its table says -> the answer. */
   private final Map checked = new HashMap();
   private WorkerProcess process;
-  private int failures = 0;
-  private long lastFailure = 0;
-  private String lastReason = "";
   /** What the worker says of its configuration. */
   private List facts = new ArrayList();
 
@@ -100,14 +96,26 @@ final class KmsWorker {
   }
 
   /**
-   * Fails where what a file says of its keys is not what its table says; asks once for files that say the same.
+   * Fails where what a file says of its footer's key and of its AAD is not what its table says.
    *
-   * @return the AAD prefix that the table has, {file_name} in it; empty where it has none
+   * @return the AAD prefixes that the file may have, as JSON
    */
-  String check(ObjectNode seen, String file) {
+  JsonNode checkFooter(ObjectNode seen, ObjectNode aad, String file) {
     ObjectNode request = seen.deepCopy();
     request.put("file", file);
-    return askOnce(CHECK, seen.toString(), request);
+    request.set("aad", aad);
+    try {
+      return new ObjectMapper().readTree(ask(CHECK, request.toString().getBytes(StandardCharsets.UTF_8)));
+    } catch (IOException error) {
+      throw new ParquetCryptoRuntimeException("The answer of the KMS worker is not valid.");
+    }
+  }
+
+  /** Fails where what a file says of its columns is not what its table says; asks once for files that say the same. */
+  void check(ObjectNode seen, String file) {
+    ObjectNode request = seen.deepCopy();
+    request.put("file", file);
+    askOnce(CHECK, seen.toString(), request);
   }
 
   /**
@@ -210,7 +218,6 @@ final class KmsWorker {
       WorkerProcess running = running();
       try {
         WorkerProcess.Answer answer = running.ask(operation, request, timeoutMilliseconds);
-        succeeded();
         if (answer.status == OK) {
           return answer.content;
         }
@@ -220,7 +227,6 @@ final class KmsWorker {
         }
         throw new ParquetCryptoRuntimeException(text);
       } catch (WorkerGoneException gone) {
-        failed(running, gone.getMessage());
         if (tries == 2) {
           throw new ParquetCryptoRuntimeException(gone.getMessage() + " A retry of the task starts another.");
         }
@@ -237,18 +243,6 @@ final class KmsWorker {
       throw new ParquetCryptoRuntimeException("This JVM is ending: no KMS worker is started.");
     }
     process = null;
-    long passed = System.currentTimeMillis() - lastFailure;
-    if (failures >= MOST_FAILURES && passed < REST_MILLISECONDS) {
-      throw new ParquetCryptoRuntimeException(
-          "The KMS worker failed " + failures + " times without an answer in between, and is left alone for a while. "
-              + lastReason);
-    }
-    if (failures > 0) {
-      long wait = Math.min(LONGEST_WAIT_MILLISECONDS, 100L << Math.min(failures, 10)) - passed;
-      if (wait > 0) {
-        sleep(wait);
-      }
-    }
     WorkerProcess started = null;
     try {
       started = new WorkerProcess(python);
@@ -261,37 +255,19 @@ final class KmsWorker {
       }
       facts = Arrays.asList(new String(answer.content, StandardCharsets.UTF_8).split(" "));
     } catch (IOException error) {
-      String reason = "The KMS worker could not be started with " + python + ": " + error.getMessage()
-          + ". Set spark.pyspark.python (for a catalog of Iceberg its property keytools.python) to a Python on every"
-          + " node that has parquet-keytools.";
-      failed(null, reason);
-      throw new ParquetCryptoRuntimeException(reason);
+      throw new ParquetCryptoRuntimeException(
+          "The KMS worker could not be started with " + python + ": " + error.getMessage()
+              + ". Set spark.pyspark.python (for a catalog of Iceberg its property keytools.python) to a Python on every"
+              + " node that has parquet-keytools.");
     } catch (WorkerGoneException gone) {
       String reason = gone.getMessage();
       if (started != null && !started.hasAnswered()) {
         reason += " Has " + python + " parquet-keytools installed? " + started.lastLine();
       }
-      failed(started, reason);
       throw new ParquetCryptoRuntimeException(reason);
     }
     process = started;
     return started;
-  }
-
-  private synchronized void succeeded() {
-    failures = 0;
-  }
-
-  private synchronized void failed(WorkerProcess which, String reason) {
-    // Many threads see the end of one process: it counts once.
-    if (which == null || which.countsAsFailure()) {
-      failures++;
-      lastFailure = System.currentTimeMillis();
-      lastReason = reason;
-    }
-    if (process == which) {
-      process = null;
-    }
   }
 
   static String statistics() {
@@ -334,14 +310,5 @@ final class KmsWorker {
 
   private static String filesFolder() {
     return SparkEnv.get() == null ? "" : new File(SparkFiles.getRootDirectory()).getAbsolutePath();
-  }
-
-  private static void sleep(long milliseconds) {
-    try {
-      Thread.sleep(milliseconds);
-    } catch (InterruptedException interrupted) {
-      Thread.currentThread().interrupt();
-      throw new ParquetCryptoRuntimeException("Interrupted while waiting for the KMS worker.");
-    }
   }
 }

@@ -22,7 +22,6 @@ import org.slf4j.LoggerFactory;
  */
 final class WorkerProcess {
   private static final Logger LOG = LoggerFactory.getLogger(WorkerProcess.class);
-  private static final byte[] PREAMBLE = new byte[] {(byte) 0x89, 'P', 'K', 'T', 'W', '1', '\r', '\n'};
   private static final int HEADER_LENGTH = 9;
   private static final int MOST_BYTES = 1 << 24;
   private static final int MOST_LINE_CHARACTERS = 2000;
@@ -35,7 +34,6 @@ final class WorkerProcess {
   private long framesReceived = 0;
   private String end = null;
   private boolean isEnding = false;
-  private boolean isCounted = false;
   private volatile String lastLine = "";
 
   WorkerProcess(String python) throws IOException {
@@ -121,11 +119,10 @@ final class WorkerProcess {
   private void receive(DataInputStream answers) {
     String reason = "";
     try {
-      skipToPreamble(answers);
       while (true) {
         int length = answers.readInt();
         if (length < HEADER_LENGTH || length > MOST_BYTES) {
-          reason = " (it sent what is no frame)";
+          reason = " (it printed something that is no answer)";
           break;
         }
         long id = answers.readLong();
@@ -170,19 +167,6 @@ final class WorkerProcess {
     }
   }
 
-  /** Reads what Python's start-up may print, up to the point where the worker speaks. */
-  private static void skipToPreamble(DataInputStream answers) throws IOException {
-    int matched = 0;
-    for (int count = 0; matched < PREAMBLE.length; count++) {
-      byte next = answers.readByte();
-      if (count > MOST_BYTES) {
-        throw new IOException();
-      }
-      // Its first byte stands nowhere else in it.
-      matched = next == PREAMBLE[matched] ? matched + 1 : next == PREAMBLE[0] ? 1 : 0;
-    }
-  }
-
   private void log() {
     try {
       BufferedReader lines = new BufferedReader(new InputStreamReader(process.getErrorStream(), StandardCharsets.UTF_8));
@@ -215,13 +199,6 @@ final class WorkerProcess {
     synchronized (pending) {
       return framesReceived > 0;
     }
-  }
-
-  /** Returns whether the end of this process has not been counted before. */
-  synchronized boolean countsAsFailure() {
-    boolean isFirst = !isCounted;
-    isCounted = true;
-    return isFirst;
   }
 
   /** Returns the last line it wrote on stderr: Python's, where our code never ran. */
