@@ -26,8 +26,7 @@ from pyiceberg.typedef import Record
 from pyiceberg.types import LongType
 
 from parquet_keytools import strict_base64
-from parquet_keytools.iceberg import create_table
-from parquet_keytools.iceberg.ags1 import Ags1Writer
+from parquet_keytools.iceberg import ags1, create_table
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.kms.aes_key_wrap import wrap_key
 from parquet_keytools.kms.in_memory import InMemoryKms
@@ -163,8 +162,7 @@ def encrypt_table(metadata_file: Path) -> Path:
         fastavro.writer(plaintext, reader.writer_schema, records, codec="deflate", metadata=header)
         target = folder / f"encrypted-{Path(path).name}"
         key = StandardKeyMetadata.fresh(128)
-        with target.open("wb") as file, Ags1Writer(file, key) as stream:
-            stream.write(plaintext.getvalue())
+        target.write_bytes(b"".join(ags1.encrypted(plaintext.getvalue(), key)))
         length = target.stat().st_size
         return f"file://{target}", StandardKeyMetadata(key.encryption_key, key.aad_prefix, length)
 

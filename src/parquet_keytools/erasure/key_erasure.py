@@ -46,13 +46,7 @@ HIDDEN = "(a column whose name is hidden)"
 
 @dataclass(frozen=True)
 class ErasedKey:
-    """A master key of the value.
-
-    Attributes:
-        template: Its name in the configuration, with the placeholder.
-        master_key_id: Its identifier, as files and the configuration have it.
-        deletion: Its state in the KMS.
-    """
+    """A master key of the value; `template` is its name in the configuration, with the placeholder."""
 
     template: str
     master_key_id: str
@@ -98,12 +92,7 @@ class ErasedFile:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that forbids the deletion, or that the deletion does not reach.
-
-    Attributes:
-        text: What.
-        examples: Files, columns or keys that it is about.
-    """
+    """Something that forbids the deletion, or that the deletion does not reach; examples are files or columns."""
 
     text: str
     examples: tuple[str, ...] = ()
@@ -111,17 +100,12 @@ class Note:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the deletion of the master keys of a value erases.
+    """What the deletion of the master keys of a value of a placeholder, such as `tenant`, erases.
 
     Attributes:
-        table: Name of the table.
-        placeholder: The placeholder, such as `tenant`.
-        value: Its value.
         paths: What was examined.
-        keys: The master keys.
-        files: The files with columns under them.
+        files: The files with columns under the master keys.
         problems: What forbids the deletion: it would lose other data, or leave data of the value readable.
-        not_reached: What the deletion does not reach.
         wrapped_keys: The distinct wrapped keys of these columns.
     """
 

@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
 from parquet_keytools.config.document import did_you_mean, one_of
-from parquet_keytools.config.settings import values_in_folders
 from parquet_keytools.conformance.data_set import is_table_metadata
 from parquet_keytools.conformance.file_verifier import FileEnd
 from parquet_keytools.encryption.file_encryption import StreamedFile
@@ -211,14 +210,9 @@ class Rewriting:
 
     def _filter(self, schema: pa.Schema, opened: OpenedFile) -> FileFilter:
         path = opened.location.path
-        values: dict[str, str | None] = {}
-        for name in partition_names(names_in_folders(path)):
-            found = values_in_folders(path, name)
-            if len(found) == 1:
-                (value,) = found
-                values[name] = None if value == NULL_FOLDER else value
+        folder_names = partition_names(names_in_folders(path))
         try:
-            return FileFilter(self._conditions, schema, values, [c.path[0] for c in opened.footer.columns])
+            return FileFilter(self._conditions, schema, folder_names, [c.path[0] for c in opened.footer.columns])
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error.args[0]}", hint=error.hint) from None
 
@@ -230,7 +224,7 @@ class Rewriting:
         removed = 0
         for ordinal in range(file.num_row_groups):
             table = view.read(ordinal, row_filter.columns)
-            removed += _count(row_filter.matches(table, file.metadata.row_group(ordinal).num_rows))
+            removed += _count(row_filter.matches(table))
         outcome = RotationOutcome.WOULD_REMOVE_ROWS if removed else RotationOutcome.NO_MATCHING_ROWS
         before = FileEnd.of(opened.tail.offset, opened.tail.data)
         rows = file.metadata.num_rows
@@ -258,7 +252,7 @@ class Rewriting:
         with naming_place(opened.location, opened.footer.columns):
             for ordinal in range(view.file.num_row_groups):
                 table = view.read(ordinal)
-                kept = table.filter(pc.invert(row_filter.matches(table, table.num_rows)))
+                kept = table.filter(pc.invert(row_filter.matches(table)))
                 if kept.num_rows:
                     encrypted.append(writer.part(kept, _options(view.file, ordinal)))
                     rows.append(kept.num_rows)
@@ -279,7 +273,7 @@ class Rewriting:
         for ordinal in range(view.file.num_row_groups):
             table = view.read(ordinal)
             read.append(table.num_rows)
-            if _count(row_filter.matches(table, table.num_rows)):
+            if _count(row_filter.matches(table)):
                 raise OutputError(f"{opened.location}: the new file still has matching rows.")
         if read != rows or sum(read) != (found.rows or 0) - found.rows_removed:
             raise OutputError(f"{opened.location}: the new file has other rows than the old file.")
@@ -458,8 +452,6 @@ _TEMPORAL = (pa.types.is_date, pa.types.is_timestamp, pa.types.is_time)
 _QUOTED = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, *_TEMPORAL)
 _BARE = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean)
 _UUID = pa.binary(16)
-NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
-"""How the name of a folder says NULL."""
 
 
 @dataclass(frozen=True)
@@ -517,46 +509,42 @@ def parse_filter(text: str) -> tuple[Condition, ...]:
 
 
 class FileFilter:
-    """A filter for files of one schema, and for the values that the folders of a file give."""
+    """A filter for files of one schema."""
 
     def __init__(
         self,
         conditions: Sequence[Condition],
         schema: pa.Schema,
-        folder_values: Mapping[str, str | None],
+        folder_names: Collection[str] = (),
         names: Sequence[str] = (),
     ) -> None:
         """Type the literals; `names` are names of other columns of the file, for errors."""
-        self._checks: list[tuple[Condition, tuple[str, ...] | pa.Scalar, pa.Array]] = []
+        self._checks: list[tuple[Condition, tuple[str, ...], pa.Array]] = []
         for condition in conditions:
             name = condition.column
+            if name in folder_names:
+                # Readers may show the value of the folder, whatever the file has.
+                raise ConfigurationError(
+                    f"column {name!r} is in the names of folders, and a filter compares values of files alone.",
+                    hint="Name the folder of the rows in place of this condition.",
+                )
             column = _column_in(schema, name)
-            if column is not None and name in folder_values:
-                raise ConfigurationError(f"column {name!r} is in the file and in the names of its folders.")
-            place: tuple[str, ...] | pa.Scalar
-            if column is not None:
-                place, kind = column
-            elif name in folder_values:
-                kind = pa.string() if condition.is_quoted or not condition.literals else pa.float64()
-                if kind == pa.float64() and all(re.fullmatch(r"-?\d+", text) for text in condition.literals):
-                    kind = pa.int64()
-                place = _folder_value(name, folder_values[name], kind)
-            else:
-                known = list(dict.fromkeys([*schema.names, *names, *folder_values]))
+            if column is None:
+                known = list(dict.fromkeys([*schema.names, *names]))
                 raise ConfigurationError(
                     f"there is no column {name!r}.", hint=did_you_mean(name, known) or one_of(known)
                 )
-            self._checks.append((condition, place, condition.typed(kind)))
-        self.columns = [check.column for check, place, _ in self._checks if isinstance(place, tuple)]
+            path, kind = column
+            self._checks.append((condition, path, condition.typed(kind)))
+        self.columns = [condition.column for condition in conditions]
 
-    def matches(self, table: pa.Table, num_rows: int) -> pa.ChunkedArray | pa.Array:
+    def matches(self, table: pa.Table) -> pa.ChunkedArray | pa.Array:
         """Return for each row whether it matches, never null; the table has the columns of the filter."""
 
         def results() -> Iterator[Any]:
-            for condition, place, literals in self._checks:
-                values = _values(table, place) if isinstance(place, tuple) else pa.repeat(place, num_rows)
+            for condition, path, literals in self._checks:
                 one = literals[0] if literals is not None and condition.operator != "IN" else literals
-                yield _COMPARE[condition.operator](values, one)
+                yield _COMPARE[condition.operator](_values(table, path), one)
 
         return pc.fill_null(reduce(pc.and_kleene, results()), False)
 
@@ -580,13 +568,3 @@ def _values(table: pa.Table, path: tuple[str, ...]) -> Any:
     if len(path) > 1:
         values = pc.struct_field(values, list(path[1:]))
     return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
-
-
-def _folder_value(name: str, text: str | None, kind: pa.DataType) -> pa.Scalar:
-    try:
-        return pa.scalar(text, pa.string()).cast(kind)
-    except pa.ArrowInvalid:
-        raise ConfigurationError(
-            f"a folder has the value {str(text)[:80]!r} for {name!r}, which is not a number.",
-            hint="Write the literal in single quotes.",
-        ) from None

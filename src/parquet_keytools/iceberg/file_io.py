@@ -38,7 +38,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import OpenedFile, VerifiedTail, naming_place
 from parquet_keytools.format.file_layout import ByteSource, RangedFile
-from parquet_keytools.iceberg.ags1 import ENCRYPTED_MAGICS, Ags1Reader
+from parquet_keytools.iceberg import ags1
 from parquet_keytools.iceberg.claims import (
     MAPPING_PROPERTY,
     TablePlaces,
@@ -69,8 +69,6 @@ PLAINTEXT_TABLES_PROPERTY = "keytools.plaintext-tables"
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 
 _METADATA_ENDINGS = (".json", ".json.gz")
-_VERSION_HINT = "version-hint.text"
-_MAX_HINT_BYTES = 4096
 _KEPT_TABLES = 128
 """States of tables that are kept for other FileIOs; each FileIO also keeps the states that it uses."""
 
@@ -118,9 +116,9 @@ def check_length(length: int, key: StandardKeyMetadata, listed_length: int | Non
 
 def read_stream(stored: pa.NativeFile, key: StandardKeyMetadata, listed_length: int | None, name: str) -> bytes:
     """Return the plaintext of an AGS1 stream, and close the file."""
-    check_length(stored.size(), key, listed_length, name)
-    with Ags1Reader(stored, key, path=f"the {name}") as reader:
-        return reader.read()
+    with stored:
+        check_length(stored.size(), key, listed_length, name)
+        return ags1.decrypted(stored, key, path=f"the {name}")
 
 
 def open_data_file(source: ByteSource, key: StandardKeyMetadata, name: str, cache: PageCache) -> PlainFile:
@@ -459,13 +457,7 @@ class EncryptedFileIO(FileIO):
             except ParquetFormatError as error:
                 if type(error) is not ParquetFormatError:
                     raise
-        table = self._find(location)
-        if table is None and location.endswith(_VERSION_HINT):
-            with self._open_stored(location) as stored:
-                hint = bytes(stored.read(_MAX_HINT_BYTES))
-            if hint.isascii() and hint.decode().strip().isprintable():
-                return io.BytesIO(hint)
-        table = table or self._search(location)
+        table = self._find(location) or self._search(location)
         if table is None:
             return self._open_unknown(location)
         snapshot, length = table.lists.get(location), None
@@ -484,8 +476,7 @@ class EncryptedFileIO(FileIO):
                 hint="It may come from anyone, so it is never read. `parquet-keytools iceberg verify` lists such "
                 "files; rewrite the manifests with a writer that encrypts them.",
             )
-        with self._open_stored(location) as stored:
-            content = read_stream(stored, key, length, name)
+        content = read_stream(self._open_stored(location), key, length, name)
         table.learn(
             location,
             files_in(content, name) if snapshot is None else manifests_in(content, name, snapshot.snapshot_id),
@@ -499,9 +490,9 @@ class EncryptedFileIO(FileIO):
             self._refuse_plaintext(file.name)
             return self._open_stored(file.location)
         stored = self._open_stored(file.location)
-        check_length(stored.size(), key, file.length, file.name)
         if file.format != "PARQUET":
-            return Ags1Reader(stored, key, path=f"the {file.name}")
+            return io.BytesIO(read_stream(stored, key, file.length, file.name))
+        check_length(stored.size(), key, file.length, file.name)
         source = ArrowSource(f"the {file.name}", stored, stored.size())
         return pa.PythonFile(UncopiedInput(open_data_file(source, key, file.name, self._known.pages)), mode="r")
 
@@ -517,7 +508,7 @@ class EncryptedFileIO(FileIO):
         stored = self._open_stored(location)
         magic = stored.read(4)
         stored.seek(0)
-        if magic in ENCRYPTED_MAGICS:
+        if magic in ags1.ENCRYPTED_MAGICS:
             raise KeyNotAvailableError(
                 f"{location} is encrypted, and no metadata file that was read here leads to its key.",
                 hint="Where the catalog sends the metadata itself, as REST catalogs do, load the table with "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,10 @@ _MANIFEST_FIELDS = (0, 134, 100, 101, 104, 131)
 """Status of the entry; content, location, format, length and key metadata of the file."""
 _LIST_NUMBERS = (502, 515, 512, 513, 520)
 """Partition spec and sequence number of a manifest, its added and existing rows, and its first row id."""
+_ROW_IDS_OF_LIST = (500, 520)
+"""Location and first row id of a manifest."""
+_ROW_IDS_OF_MANIFEST = (0, 100, 103, 142)
+"""Status of the entry; location, number of rows and first row id of the file."""
 _MAPS_BY_COLUMN = (108, 109, 110, 137, 125, 128)
 """Sizes, counts and bounds of the columns of a file."""
 _SNAPSHOT_ID = "snapshot-id"
@@ -104,6 +108,28 @@ def files_in(content: bytes, name: str) -> list[ListedFile]:
 
 def _secret(key_metadata: bytes | None) -> SecretBytes | None:
     return None if key_metadata is None else SecretBytes(key_metadata)
+
+
+def row_ids_of_list(content: bytes, name: str) -> dict[str, int | None]:
+    """Return the first row id of each manifest in the plaintext of a manifest list, by its location."""
+    records, _ = _records(content, _ROW_IDS_OF_LIST, name)
+    return dict(records)
+
+
+def row_ids_of_manifest(content: bytes, name: str, first_row_id: int | None) -> Iterator[tuple[str, int | None]]:
+    """Yield location and first row id of each live file in the plaintext of a manifest.
+
+    A file without one inherits it: the first such file has the first row id of the manifest, and the rows of the
+    next such file follow.
+    """
+    records, _ = _records(content, _ROW_IDS_OF_MANIFEST, name)
+    for status, path, rows, row_id in records:
+        if status == _DELETED:
+            continue
+        if row_id is None and first_row_id is not None:
+            row_id = first_row_id
+            first_row_id += rows
+        yield path, row_id
 
 
 def counters_of_list(content: bytes, name: str) -> Counter[str]:

@@ -25,6 +25,7 @@ import pyarrow as pa
 from parquet_keytools import strict_base64
 from parquet_keytools.encryption.module_cipher import KEY_LENGTHS_BITS
 from parquet_keytools.errors import KeyMaterialError, ParquetFormatError
+from parquet_keytools.format.thrift import varint
 from parquet_keytools.secret_bytes import SecretBytes
 
 KEY_ID_PROPERTY = "encryption.key-id"
@@ -338,10 +339,4 @@ def _decoded(data: bytes) -> StandardKeyMetadata:
 def _encode_long(value: int) -> bytes:
     if not 0 <= value <= _MAX_LONG:
         raise ValueError(f"{value} is not a length")
-    encoded = bytearray()
-    rest = value << 1
-    while rest >= 0x80:
-        encoded.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    encoded.append(rest)
-    return bytes(encoded)
+    return varint(value << 1)

@@ -17,22 +17,20 @@ import json
 import threading
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, cast
 
 from pyiceberg.avro.codecs import AVRO_CODEC_KEY
-from pyiceberg.avro.file import AvroFile, AvroOutputFile
+from pyiceberg.avro.file import AvroOutputFile
 from pyiceberg.catalog import Catalog
 from pyiceberg.catalog.rest import RestCatalog
 from pyiceberg.exceptions import CommitFailedException, TableAlreadyExistsError, ValidationException
 from pyiceberg.io import FileIO
 from pyiceberg.manifest import (
-    MANIFEST_ENTRY_SCHEMAS,
     MANIFEST_LIST_FILE_SCHEMAS,
     DataFile,
     DataFileContent,
-    FileFormat,
     ManifestContent,
     ManifestEntry,
     ManifestEntryStatus,
@@ -40,7 +38,6 @@ from pyiceberg.manifest import (
     ManifestListWriterV2,
     ManifestWriter,
     ManifestWriterV2,
-    PartitionFieldSummary,
 )
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
@@ -70,7 +67,7 @@ from pyiceberg.utils.schema_conversion import AvroSchemaConversion
 from parquet_keytools.errors import FormatLimitError
 from parquet_keytools.iceberg.claims import counter_problems, refuse
 from parquet_keytools.iceberg.key_chain import KeyChanges
-from parquet_keytools.iceberg.manifests import counters_of_list
+from parquet_keytools.iceberg.manifests import counters_of_list, row_ids_of_list, row_ids_of_manifest
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.iceberg.written_files import MetadataFiles, WritingFileIO, dumped, refuse_hashed
 
@@ -191,7 +188,7 @@ class _ManifestListWriterV3(ManifestListWriterV2):
     """
 
     def __init__(self, producer: _EncryptedProducer, metadata: TableMetadataV3, location: str) -> None:
-        parent_manifests = producer.parent_manifests()
+        row_ids = producer.row_ids_of_manifests()
         super().__init__(
             producer._io.new_output(location),
             producer.snapshot_id,
@@ -207,7 +204,7 @@ class _ManifestListWriterV3(ManifestListWriterV2):
             "first-row-id": str(self.next_row_id),
             AVRO_CODEC_KEY: producer._compression,
         }
-        self._first_row_ids = {m.manifest_path: m[_MANIFEST_FIRST_ROW_ID] for m in parent_manifests}
+        self._first_row_ids = row_ids
 
     def __enter__(self) -> _ManifestListWriterV3:
         schema = MANIFEST_LIST_FILE_SCHEMAS[_VERSION]
@@ -230,41 +227,6 @@ class _ManifestListWriterV3(ManifestListWriterV2):
             self.next_row_id += (manifest_file.existing_rows_count or 0) + (manifest_file.added_rows_count or 0)
         prepared[_MANIFEST_FIRST_ROW_ID] = first_row_id
         return prepared
-
-
-def _read_manifests(io: FileIO, manifest_list: str) -> Iterator[ManifestFile]:
-    """Yield the manifests of a manifest list in the form of version 3; `first_row_id` is their last field."""
-    with AvroFile[ManifestFile](
-        io.new_input(manifest_list),
-        MANIFEST_LIST_FILE_SCHEMAS[_VERSION],
-        read_types={-1: ManifestFile, 508: PartitionFieldSummary},
-        read_enums={517: ManifestContent},
-    ) as reader:
-        yield from reader
-
-
-def _read_first_row_ids(io: FileIO, manifest: ManifestFile) -> Iterator[tuple[str, int | None]]:
-    """Yield the location and first row id of each live data file of a manifest from `_read_manifests`.
-
-    A file without one inherits it: the first such file has the first row id of the manifest, and the rows of the
-    next such file follow.
-    """
-    next_row_id = manifest[_MANIFEST_FIRST_ROW_ID]
-    with AvroFile[ManifestEntry](
-        io.new_input(manifest.manifest_path),
-        MANIFEST_ENTRY_SCHEMAS[_VERSION],
-        read_types={-1: ManifestEntry, 2: DataFile},
-        read_enums={0: ManifestEntryStatus, 101: FileFormat, 134: DataFileContent},
-    ) as reader:
-        for entry in reader:
-            if entry.status is ManifestEntryStatus.DELETED:
-                continue
-            file = entry.data_file
-            first_row_id = file[_FILE_FIRST_ROW_ID]
-            if first_row_id is None and next_row_id is not None:
-                first_row_id = next_row_id
-                next_row_id += file.record_count
-            yield file.file_path, first_row_id
 
 
 def _check_partition_types(spec: PartitionSpec, schema: Schema) -> None:
@@ -365,8 +327,7 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
     def _refuse_used_numbers(self, metadata: TableMetadataV3) -> None:
         """Refuse numbers that manifests of the parent snapshot already have (`ParquetFormatError`)."""
         if (parent := self._parent()) is not None:
-            with self._io.new_input(parent.manifest_list).open() as file:
-                counters = counters_of_list(file.read(), f"manifest list {parent.manifest_list}")
+            counters = counters_of_list(self._read(parent.manifest_list), f"manifest list {parent.manifest_list}")
             refuse(counter_problems(dumped(metadata), counters), parent.manifest_list)
 
     def _refresh_for_retry(self) -> None:
@@ -377,21 +338,25 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         parent_id = self._parent_snapshot_id
         return None if parent_id is None else self._transaction.table_metadata.snapshot_by_id(parent_id)
 
-    def parent_manifests(self) -> list[ManifestFile]:
-        """Return the manifests of the parent snapshot."""
-        parent = self._parent()
-        return [] if parent is None else list(_read_manifests(self._io, parent.manifest_list))
+    def _read(self, location: str) -> bytes:
+        with self._io.new_input(location).open() as file:
+            return bytes(file.read())
+
+    def row_ids_of_manifests(self) -> dict[str, int | None]:
+        """Return the first row id of each manifest of the parent snapshot."""
+        if (parent := self._parent()) is None:
+            return {}
+        return row_ids_of_list(self._read(parent.manifest_list), f"manifest list {parent.manifest_list}")
 
     def first_row_id(self, location: str) -> int | None:
         """Return the first row id of a data file of the parent snapshot."""
         # Needed only where a manifest is rewritten: an append reads no manifest.
         with self._lock:
             if self._file_row_ids is None:
-                self._file_row_ids = {
-                    path: first_row_id
-                    for manifest in self.parent_manifests()
-                    for path, first_row_id in _read_first_row_ids(self._io, manifest)
-                }
+                self._file_row_ids = {}
+                for manifest, row_id in self.row_ids_of_manifests().items():
+                    content = self._read(manifest)
+                    self._file_row_ids.update(row_ids_of_manifest(content, f"manifest {manifest}", row_id))
             return self._file_row_ids.get(location)
 
 

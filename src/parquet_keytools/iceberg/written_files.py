@@ -23,7 +23,7 @@ from pyiceberg.typedef import IcebergBaseModel
 
 from parquet_keytools.encryption.file_encryption import FileEncryption, encrypt_source
 from parquet_keytools.errors import NotEncryptedError, OutputError
-from parquet_keytools.iceberg.ags1 import Ags1Writer
+from parquet_keytools.iceberg import ags1
 from parquet_keytools.iceberg.claims import TablePlaces
 from parquet_keytools.iceberg.file_io import EncryptedFileIO, EncryptedInputFile
 from parquet_keytools.iceberg.key_chain import KeyChanges
@@ -168,28 +168,25 @@ class _EncryptedOutput(OutputFile):
     def create(self, overwrite: bool = False) -> OutputStream:
         # A key for each stream: an output that is created twice never encrypts two files under one key.
         metadata = StandardKeyMetadata.fresh(self._length_bits)
-        stream = self._file.create(overwrite=overwrite)
-
-        def finished(length: int) -> None:
-            self._finished(self.location, replace(metadata, file_length=length))
-
-        if self.location.endswith(".avro"):
-            return Ags1Writer(stream, metadata, finished)
-        return _ParquetOutput(self.location, stream, metadata, finished)
+        return _EncryptedStream(self.location, self._file.create(overwrite=overwrite), metadata, self._finished)
 
 
-class _ParquetOutput(io.BytesIO):
-    """Takes a plaintext Parquet file in memory, and writes it encrypted when it is closed."""
+class _EncryptedStream(io.BytesIO):
+    """Takes a plaintext file in memory, and writes it encrypted when it is closed.
+
+    `finished` is called with the location and the key metadata of a complete file.
+    """
 
     def __init__(
         self,
         location: str,
         stream: OutputStream,
         metadata: StandardKeyMetadata,
-        finished: Callable[[int], None],
+        finished: Callable[[str, StandardKeyMetadata], None],
     ) -> None:
         super().__init__()
         self._location = location
+        self._sink = StreamSink(stream)
         self._stream = stream
         self._metadata = metadata
         self._finished = finished
@@ -200,16 +197,23 @@ class _ParquetOutput(io.BytesIO):
             return
         plaintext = self.getvalue()
         super().close()
-        encryption = FileEncryption(
-            self._metadata.encryption_key, aad_prefix=self._metadata.aad_prefix, store_aad_prefix=False
-        )
-        sink = StreamSink(self._stream)
         try:
-            # A file that a failure left incomplete is not Parquet, and nothing of it is written.
-            encrypt_source(BufferSource(self._location, plaintext), sink, encryption)
+            self._encrypt(plaintext)
         finally:
             self._stream.close()
-        self._finished(sink.length)
+        self._finished(self._location, replace(self._metadata, file_length=self._sink.length))
+
+    def _encrypt(self, plaintext: bytes) -> None:
+        metadata, sink = self._metadata, self._sink
+        if self._location.endswith(".avro"):
+            for part in ags1.encrypted(plaintext, metadata):
+                sink.write_at(sink.length, part)
+            return
+        encryption = FileEncryption(
+            metadata.encryption_key, aad_prefix=metadata.aad_prefix, store_aad_prefix=False
+        )
+        # A file that a failure left incomplete is not Parquet, and nothing of it is written.
+        encrypt_source(BufferSource(self._location, plaintext), sink, encryption)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:

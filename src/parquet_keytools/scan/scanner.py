@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
 
 from parquet_keytools import audit
-from parquet_keytools.config.document import UnreadableYamlError, configuration_error, did_you_mean, read_yaml
+from parquet_keytools.config.document import UnreadableYamlError, configuration_error, read_yaml
 from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference
 from parquet_keytools.config.loader import mistakes_of
 from parquet_keytools.encryption.footer import Footer, read_envelope
@@ -654,12 +654,6 @@ def _checked_date(value: Any) -> date:
         raise ValueError("this is no date: write it as '2027-01-31'") from None
 
 
-def _checked_kind(value: Any) -> Kind:
-    if not isinstance(value, str) or value not in set(Kind):
-        raise ValueError(f"there is no such kind. {did_you_mean(str(value), map(str, Kind))}".strip())
-    return Kind(value)
-
-
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -668,7 +662,7 @@ class Accepted(_Strict):
     """A finding that is accepted, up to a day."""
 
     column: str
-    kind: Annotated[Kind, BeforeValidator(_checked_kind)]
+    kind: Kind
     reason: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
     expires: Annotated[date, BeforeValidator(_checked_date)]
 

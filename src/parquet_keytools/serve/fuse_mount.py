@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from parquet_keytools.errors import (
 from parquet_keytools.runtime.operating_system import own_group_id, own_user_id
 from parquet_keytools.runtime.presentation import install_hint
 from parquet_keytools.serve.requests_and_answers import logged_outcome
-from parquet_keytools.serve.served_tree import FileReader, ServedFile, ServedTree
+from parquet_keytools.serve.served_tree import ReadRange, ServedFile, ServedTree
 
 _BLOCK_BYTES = 4096
 _UNIT_BYTES = 512
@@ -93,8 +92,8 @@ class MountedTree:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         with _as_errno(path), contextlib.ExitStack() as stack:
             file = self._tree.find(path.strip("/"))
-            reader = stack.enter_context(self._tree.open(file))
-            opened = _OpenedFile(file, reader, stack.pop_all(), threading.Lock())
+            read = stack.enter_context(self._tree.open(file))
+            opened = _OpenedFile(file, read, stack.pop_all(), threading.Lock())
         with self._lock:
             # The kernel shares one page cache between all open handles of a path. A handle that was opened before
             # the file was replaced must not get pages of the new version.
@@ -109,7 +108,7 @@ class MountedTree:
         opened = self._opened[handle.fh]
         length = min(size, max(opened.file.size_bytes - offset, 0))
         with _as_errno(path), opened.lock:
-            return opened.reader.read(offset, length) if length else b""
+            return opened.read(offset, length) if length else b""
 
     def release(self, path: str, handle: Any) -> int:
         """Close a file."""
@@ -122,7 +121,7 @@ class MountedTree:
 @dataclass(frozen=True)
 class _OpenedFile:
     file: ServedFile
-    reader: FileReader
+    read: ReadRange
     closing: contextlib.ExitStack
     lock: threading.Lock
 
@@ -167,10 +166,6 @@ def _mfusepy() -> Any:
         raise ConfigurationError(
             "libfuse is not installed.", hint="On Debian: apt install fuse3 libfuse3-3; on macOS install macFUSE."
         ) from None
-    if not Path("/dev/fuse").exists() and sys.platform == "linux":
-        raise ConfigurationError(
-            "this machine cannot mount: it has no /dev/fuse.", hint="Use `parquet-keytools serve` instead."
-        )
     return mfusepy
 
 

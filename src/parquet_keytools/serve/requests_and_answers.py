@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import hmac
 import html
@@ -32,7 +30,7 @@ from parquet_keytools.errors import (
     KmsUnavailableError,
 )
 from parquet_keytools.secret_bytes import SecretBytes
-from parquet_keytools.serve.served_tree import FileReader, ServedFile, ServedTree
+from parquet_keytools.serve.served_tree import ReadRange, ServedFile, ServedTree
 
 LOGGER_NAME = "parquet_keytools.access"
 """Logger that gets one record per request."""
@@ -96,7 +94,7 @@ _MOST_REMEMBERED = 100_000
 class ServedRange:
     """A range of a file to send; the reader stays open while it is sent."""
 
-    opened: AbstractContextManager[FileReader]
+    opened: AbstractContextManager[ReadRange]
     start: int
     length: int
 
@@ -278,13 +276,11 @@ def answer_file(tree: ServedTree, request: ServedRequest, key: str, reads: Begun
         headers["Last-Modified"] = formatdate(file.modified, usegmt=True)
     # The order of RFC 9110, section 13.2.2; times are too coarse for versions.
     match = request.header("if-match")
-    if match is not None and not _names(match, file.etag, strong=True):
+    if match is not None and match != "*" and not _names(match, file.etag):
         raise RefusedRequestError(412, "PreconditionFailed", "The file was replaced.", headers)
-    if (text := request.header("if-none-match")) is not None and _names(text, file.etag, strong=False):
-        return ServedAnswer(304, headers)
     wanted = request.header("range")
     if wanted is not None and (text := request.header("if-range")) is not None:
-        wanted = wanted if text != "*" and _names(text, file.etag, strong=True) else None
+        wanted = wanted if _names(text, file.etag) else None
     if request.method == "HEAD" or wanted is None or _BEGINNING.fullmatch(wanted.strip()):
         reads.begin(request.client, file)
     elif match is None and reads.is_other(request.client, file):
@@ -324,10 +320,9 @@ def byte_range(text: str, size_bytes: int) -> tuple[int, int] | None:
     return start, end - start
 
 
-def _names(text: str, etag: str, *, strong: bool) -> bool:
-    if text.strip() == "*":
-        return True
-    return any(found[2] == etag and not (strong and found[1]) for found in _ETAG.finditer(text))
+def _names(text: str, etag: str) -> bool:
+    """Return whether one of these ETags is this one; weak ones never are."""
+    return any(found[2] == etag and not found[1] for found in _ETAG.finditer(text))
 
 
 # --- the tree as one read-only S3 bucket; requests are signed with AWS Signature Version 4, in the header ---
@@ -353,10 +348,6 @@ class KeyPair:
 def check_signature(request: ServedRequest, key_pair: KeyPair, now: datetime) -> None:
     """Check that a request is signed with the key pair and is recent."""
     text = request.header("authorization")
-    is_old = text is not None and text.startswith("AWS ")
-    if is_old or (text is None and "AWSAccessKeyId" in dict(request.query)):
-        message = f"Signatures of version 2 are not accepted. Sign with {ALGORITHM} (signature_version='s3v4')."
-        raise RefusedRequestError(400, "InvalidRequest", message)
     if text is None:
         raise RefusedRequestError(403, "AccessDenied", "The request is not signed in its headers.")
     found = _AUTHORIZATION.fullmatch(text)
@@ -495,7 +486,7 @@ def _listing(tree: ServedTree, query: dict[str, str], client: str, reads: BegunR
     token = None if is_first_version else query.get("continuation-token")
     after = query.get("marker" if is_first_version else "start-after", "")
     if token is not None:
-        after = _key_of_token(token)
+        after = unquote(token)
     found = list(itertools.islice(_entries(tree, prefix, delimiter, after), most + 1)) if most else []
     parts = [
         f"<Name>{BUCKET}</Name><Prefix>{text(prefix)}</Prefix><MaxKeys>{most}</MaxKeys>"
@@ -513,11 +504,10 @@ def _listing(tree: ServedTree, query: dict[str, str], client: str, reads: BegunR
         parts.append(f"<StartAfter>{text(after)}</StartAfter>")
     if len(found) > most:
         last = found[most - 1][0]
-        following = base64.urlsafe_b64encode(last.encode()).decode()
         parts.append(
             f"<NextMarker>{text(last)}</NextMarker>"
             if is_first_version
-            else f"<NextContinuationToken>{following}</NextContinuationToken>"
+            else f"<NextContinuationToken>{_encoded(last)}</NextContinuationToken>"
         )
     files, folders = [], []
     for key, is_folder in found[:most]:
@@ -580,10 +570,3 @@ def _most_keys(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise RefusedRequestError(400, "InvalidArgument", "max-keys is not a number.")
     return min(int(text), _MOST_KEYS)
-
-
-def _key_of_token(token: str) -> str:
-    try:
-        return base64.b64decode(token, altchars=b"-_", validate=True).decode()
-    except (binascii.Error, ValueError):
-        raise RefusedRequestError(400, "InvalidArgument", "The continuation token is not valid.") from None

@@ -8,9 +8,10 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ _ABSOLUTE = re.compile(r"(?<![\w.:/])/[^\s/]|\bfile:/|\b[A-Za-z]:\\")
 """Matches the start of an absolute POSIX or Windows path, or of a local file URL."""
 
 _log = logging.getLogger("parquet_keytools.serve")
+
+ReadRange = Callable[[int, int], bytes]
+"""Takes the start and the length of a range of one version of a file."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +129,24 @@ class ServedTree:
             return ServedFile(key, int(facts["size"]), _seconds(facts), _etag(secrets.token_bytes(20)), "")
 
     @contextlib.contextmanager
-    def open(self, file: ServedFile) -> Iterator[FileReader]:
+    def open(self, file: ServedFile) -> Iterator[ReadRange]:
         """Open the version of a file that `find` returned, or raise `FileChangedError`."""
         with self._opened(self._path_of(file.key)) as stream:
             if self._described(file.key, file.version, stream, None).etag != file.etag:
                 raise _changed(file)
-            yield FileReader(self, file, stream)
+            yield partial(self._read, file, stream)
+
+    def _read(self, file: ServedFile, stream: Any, start: int, length: int) -> bytes:
+        """Return exactly `length` bytes from `start` of this version, or raise `FileChangedError`."""
+        stream.seek(start)
+        parts = []
+        while length and (part := stream.read(length)):
+            parts.append(part)
+            length -= len(part)
+        # Checked after reading, so that all bytes come from the version that was found.
+        if length or not self.is_current(file):
+            raise _changed(file)
+        return b"".join(parts)
 
     def is_current(self, file: ServedFile) -> bool:
         """Return whether a file is still this version; this needs no key."""
@@ -227,27 +243,6 @@ class ServedTree:
             if not place.is_relative_to(self._local_folder):
                 raise FileNotFoundError(key)
         return "/".join([self._root, *parts]) if self._root or not parts else key
-
-
-class FileReader:
-    """Reads one version of a file for one response."""
-
-    def __init__(self, tree: ServedTree, file: ServedFile, stream: Any) -> None:
-        self._tree = tree
-        self._file = file
-        self._stream = stream
-
-    def read(self, start: int, length: int) -> bytes:
-        """Return exactly `length` bytes from `start` of this version, or raise `FileChangedError`."""
-        self._stream.seek(start)
-        parts = []
-        while length and (part := self._stream.read(length)):
-            parts.append(part)
-            length -= len(part)
-        # Checked after reading, so that all bytes come from the version that was found.
-        if length or not self._tree.is_current(self._file):
-            raise _changed(self._file)
-        return b"".join(parts)
 
 
 def _etag(digest: bytes) -> str:

@@ -6,7 +6,6 @@ Requests are parsed strictly: a proxy in front of this server must not read the 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import io
 import re
@@ -185,8 +184,8 @@ class ViewConnection(BaseHTTPRequestHandler):
         sent, failure = 0, None
         try:
             # Open and read before the status is sent, so that an early error gets its own status.
-            with body.opened as reader:
-                chunk = reader.read(body.start, min(_CHUNK_BYTES, body.length))
+            with body.opened as read:
+                chunk = read(body.start, min(_CHUNK_BYTES, body.length))
                 try:
                     self._send_head(answer, body.length)
                     while True:
@@ -194,7 +193,7 @@ class ViewConnection(BaseHTTPRequestHandler):
                         sent += len(chunk)
                         if sent == body.length:
                             break
-                        chunk = reader.read(body.start + sent, min(_CHUNK_BYTES, body.length - sent))
+                        chunk = read(body.start + sent, min(_CHUNK_BYTES, body.length - sent))
                 except BaseException as error:
                     # The status has been sent, so only closing the connection can signal the error.
                     failure = error
@@ -220,7 +219,7 @@ class ViewConnection(BaseHTTPRequestHandler):
         body = answer.body
         try:
             self._send_head(answer, body.length if isinstance(body, ServedRange) else len(body))
-            if isinstance(body, bytes) and self.command != "HEAD" and answer.status != 304:
+            if isinstance(body, bytes) and self.command != "HEAD":
                 self.send_bytes(body)
         except ClientGoneError as gone:
             self._log(answer.status, error or gone)
@@ -231,8 +230,7 @@ class ViewConnection(BaseHTTPRequestHandler):
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)
-        if answer.status != 304:
-            self.send_header("Content-Length", str(length))
+        self.send_header("Content-Length", str(length))
         # Caches must not store decrypted data, and browsers must not guess its type.
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
@@ -345,11 +343,6 @@ def read_headers(stream: io.BufferedReader[Any]) -> dict[str, tuple[str, ...]]:
 
 # --- all connections ---
 
-_REFUSED_BINDS = {
-    errno.EADDRINUSE: (": another program uses this port", "Choose another --port; 0 is a free one."),
-    errno.EACCES: (": ports below 1024 need root privileges", "Choose another --port; 0 is a free one."),
-    errno.EADDRNOTAVAIL: (": this machine does not have this address", "Choose another --address."),
-}
 END_SECONDS = 5.0
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -402,8 +395,10 @@ class ViewServer(socketserver.ThreadingTCPServer):
         try:
             super().__init__((address, port), ViewConnection)
         except OSError as error:
-            what, hint = _REFUSED_BINDS.get(error.errno or 0, (f": {error.strerror}", "Choose another --address."))
-            raise ConfigurationError(f"the server cannot listen on {host}:{port}{what}.", hint=hint) from None
+            raise ConfigurationError(
+                f"the server cannot listen on {host}:{port}: {error.strerror}.",
+                hint="Choose another --port, 0 is a free one, or another --address.",
+            ) from None
         port = int(self.server_address[1])
         own = {host, *host_names} | ({LOOPBACK, "localhost", "[::1]"} if address in (LOOPBACK, "::1") else set())
         without_port = own if port == (443 if tls else 80) else set()

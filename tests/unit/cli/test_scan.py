@@ -356,7 +356,7 @@ def test_a_baseline_accepts_until_a_day(run, people: Path, tmp_path: Path) -> No
     [
         ({"reason": " "}, "accepted[0].reason: this must not be empty"),
         ({"expires": "soon"}, "this is no date"),
-        ({"kind": "emial"}, "Did you mean 'email'?"),
+        ({"kind": "emial"}, "accepted[0].kind: Input should be 'email', 'iban'"),
         ({"until": "2999-12-31"}, "accepted[0].until: this field is not known"),
     ],
 )

@@ -143,8 +143,8 @@ def test_a_port_that_another_program_has(config: Path, tmp_path: Path, run) -> N
         done = run("serve", tmp_path / "people", "--config", config, "--port", port)
     assert (done.exit_code, done.stdout) == (2, "")
     assert " ".join(done.stderr.split()) == (
-        f"Error: the server cannot listen on 127.0.0.1:{port}: another program uses this port. "
-        "Choose another --port; 0 is a free one."
+        f"Error: the server cannot listen on 127.0.0.1:{port}: Address already in use. "
+        "Choose another --port, 0 is a free one, or another --address."
     )
 
 

@@ -373,20 +373,16 @@ def test_a_dry_run_counts(tmp_path: Path) -> None:
     assert tree_digest(case.folder) == before
 
 
-def test_a_partition_is_a_column(tmp_path: Path) -> None:
+def test_a_partition_is_no_column(tmp_path: Path) -> None:
     case = Case.make(tmp_path, "in_memory")
-    for value in ("acme", "bolt", "__HIVE_DEFAULT_PARTITION__", "a%20b"):
+    for value in ("acme", "bolt"):
         case.write(f"tenant={value}/x.parquet")
-    report = case.tools().erase_rows(case.folder, where="tenant IN ('acme', 'a b') AND a < 100")
-    removed = {Path(file.path).parent.name: file.rows_removed for file in report.files}
-    assert removed == {
-        "tenant=__HIVE_DEFAULT_PARTITION__": 0,
-        "tenant=a%20b": 100,
-        "tenant=acme": 100,
-        "tenant=bolt": 0,
-    }
-    report = case.tools().erase_rows(case.folder, where="tenant IS NULL")
-    assert [file.rows_removed for file in report.files if file.rows_removed] == [500]
+    before = tree_digest(case.folder)
+    with pytest.raises(ConfigurationError, match="'tenant' is in the names of folders") as caught:
+        case.tools().erase_rows(case.folder, where="a < 100 AND tenant = 'acme'")
+    assert "Name the folder" in caught.value.hint and tree_digest(case.folder) == before
+    report = case.tools().erase_rows(case.folder / "tenant=acme", where="a < 100")
+    assert [file.rows_removed for file in report.files] == [100]
 
 
 @pytest.mark.parametrize("source", ["argument", "partition"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gc
 import hashlib
 import io
 import json
@@ -24,8 +23,7 @@ from iceberg_reader import KEYS, Warehouse, current_metadata, open_sealed, open_
 from soak import how_many
 
 from parquet_keytools.errors import DecryptionError, KeytoolsError, NotEncryptedError
-from parquet_keytools.iceberg import ags1
-from parquet_keytools.iceberg.ags1 import BLOCK_LENGTH, Ags1Reader, Ags1Writer
+from parquet_keytools.iceberg.ags1 import BLOCK_LENGTH, decrypted, encrypted
 from parquet_keytools.iceberg.metadata import StandardKeyMetadata
 from parquet_keytools.secret_bytes import SecretBytes
 
@@ -34,35 +32,20 @@ FULL = BLOCK_LENGTH + 28
 LENGTHS = [0, 1, 1000, BLOCK_LENGTH - 1, BLOCK_LENGTH, BLOCK_LENGTH + 1, 2 * BLOCK_LENGTH, 2 * BLOCK_LENGTH + 5]
 
 
-class Kept(io.BytesIO):
-    """A file whose bytes stay when it is closed."""
-
-    data = b""
-
-    def close(self) -> None:
-        if not self.closed:
-            self.data = self.getvalue()
-        super().close()
-
-
 def plaintext_of(length: int) -> bytes:
     return random.Random(length).randbytes(length)
 
 
-def written(plaintext: bytes, metadata: StandardKeyMetadata = METADATA, piece: int = 400_000) -> bytes:
-    file = Kept()
-    with Ags1Writer(file, metadata) as stream:
-        for start in range(0, len(plaintext), piece):
-            assert stream.write(plaintext[start : start + piece]) == len(plaintext[start : start + piece])
-        assert stream.tell() == len(plaintext)
+def written(plaintext: bytes, metadata: StandardKeyMetadata = METADATA) -> bytes:
+    stream = b"".join(encrypted(plaintext, metadata))
     blocks = max(1, -(-len(plaintext) // BLOCK_LENGTH))
-    assert stream.encrypted_length == len(file.data) == 8 + len(plaintext) + blocks * 28
-    return file.data
+    assert len(stream) == 8 + len(plaintext) + blocks * 28
+    return stream
 
 
-def reader(data: bytes, metadata: StandardKeyMetadata | None = None, **changes: Any) -> Ags1Reader:
+def reader(data: bytes, metadata: StandardKeyMetadata | None = None, **changes: Any) -> io.BytesIO:
     metadata = metadata or replace(METADATA, **{"file_length": len(data), **changes})
-    return Ags1Reader(io.BytesIO(data), metadata, path="lake/m0.avro")
+    return io.BytesIO(decrypted(io.BytesIO(data), metadata, path="lake/m0.avro"))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -72,18 +55,14 @@ def test_streams_are_written_and_read_like_those_of_others(length: int) -> None:
     assert open_stream(METADATA.encode().reveal(), stream) == plaintext
     theirs = write_stream(METADATA.encode().reveal(), plaintext)
     assert len(theirs) == len(stream)
-    with reader(theirs) as opened:
-        assert opened.size_bytes == length
-        assert opened.read() == plaintext
-        assert opened.read() == b""
+    assert reader(theirs).read() == plaintext
 
 
-def test_pieces_of_any_size_make_the_same_stream_and_no_empty_block() -> None:
+def test_no_stream_ends_with_an_empty_block() -> None:
     plaintext = plaintext_of(2 * BLOCK_LENGTH)
-    for piece in (BLOCK_LENGTH, BLOCK_LENGTH // 3, 2 * BLOCK_LENGTH):
-        stream = written(plaintext, piece=piece)
-        assert len(stream) == 8 + 2 * FULL
-        assert open_stream(METADATA.encode().reveal(), stream) == plaintext
+    stream = written(plaintext)
+    assert len(stream) == 8 + 2 * FULL
+    assert open_stream(METADATA.encode().reveal(), stream) == plaintext
 
 
 @pytest.mark.parametrize("bits", [128, 192, 256])
@@ -100,40 +79,6 @@ def test_each_nonce_is_another_one() -> None:
     assert len(set(nonces)) == 4
 
 
-@given(st.lists(st.tuples(st.integers(0, 2 * BLOCK_LENGTH + 9), st.integers(0, 90)), max_size=12), st.booleans())
-@settings(max_examples=60)
-def test_ranges_are_those_of_the_plaintext(ranges: list[tuple[int, int]], far: bool) -> None:
-    plaintext = plaintext_of(2 * BLOCK_LENGTH + 5)
-    with reader(_RANGED) as opened:
-        for offset, length in ranges:
-            length = length * 30_000 if far else length
-            assert opened.read_at(offset, length) == plaintext[offset : offset + length]
-            assert opened.seek(offset) == offset
-            buffer = bytearray(length)
-            count = opened.readinto(buffer)
-            assert buffer[:count] == plaintext[offset : offset + length]
-            assert opened.tell() == offset + count
-
-
-_RANGED = written(plaintext_of(2 * BLOCK_LENGTH + 5))
-
-
-def test_positions_and_ends() -> None:
-    opened = reader(written(b"0123456789"))
-    assert opened.readable() and opened.seekable() and not opened.writable()
-    assert (opened.seek(-3, os.SEEK_END), opened.read(2), opened.tell()) == (7, b"78", 9)
-    assert (opened.seek(-1, os.SEEK_CUR), opened.read(None)) == (8, b"89")
-    assert (opened.seek(50), opened.read(), opened.tell()) == (50, b"", 50)
-    for offset, whence in ((-1, os.SEEK_SET), (-11, os.SEEK_END), (0, 9)):
-        with pytest.raises(ValueError, match="no such position"):
-            opened.seek(offset, whence)
-    with pytest.raises(ValueError, match="negative"):
-        opened.read_at(0, -1)
-    opened.close()
-    with pytest.raises(ValueError, match="closed"):
-        opened.read()
-
-
 def test_files_of_each_library_are_read(tmp_path: Path) -> None:
     plaintext = plaintext_of(BLOCK_LENGTH + 5)
     path = tmp_path / "m0.avro"
@@ -147,17 +92,8 @@ def test_files_of_each_library_are_read(tmp_path: Path) -> None:
         pa.OSFile(str(path)),
     ]
     for file in files:
-        with Ags1Reader(file, metadata, path=str(path)) as opened:
-            assert opened.read_at(BLOCK_LENGTH - 2, 5) == plaintext[BLOCK_LENGTH - 2 : BLOCK_LENGTH + 3]
-            assert opened.read() == plaintext
-        assert file.closed
-
-
-def test_pyarrow_reads_through_the_stream() -> None:
-    plaintext = plaintext_of(BLOCK_LENGTH + 5)
-    file = pa.PythonFile(reader(written(plaintext)), mode="r")
-    assert file.size() == len(plaintext)
-    assert file.read_at(10, BLOCK_LENGTH - 3) == plaintext[BLOCK_LENGTH - 3 : BLOCK_LENGTH + 5]
+        with file:
+            assert decrypted(file, metadata, path=str(path)) == plaintext
 
 
 class Dribbling(io.BytesIO):
@@ -171,7 +107,7 @@ def test_short_reads_of_the_file_are_continued() -> None:
     plaintext = plaintext_of(BLOCK_LENGTH + 5)
     data = written(plaintext)
     metadata = replace(METADATA, file_length=len(data))
-    assert Ags1Reader(Dribbling(data), metadata, path="x").read() == plaintext
+    assert decrypted(Dribbling(data), metadata, path="x") == plaintext
 
 
 class Counting(io.BytesIO):
@@ -185,44 +121,12 @@ class Counting(io.BytesIO):
         return data
 
 
-def test_a_range_costs_its_blocks_and_the_block_read_last_costs_nothing_again() -> None:
-    data = written(plaintext_of(3 * BLOCK_LENGTH))
-    file = Counting(data)
-    opened = Ags1Reader(file, replace(METADATA, file_length=len(data)), path="x")
-    assert file.count == 8
-    opened.read_at(BLOCK_LENGTH + 1, 5)
-    assert file.count == 8 + FULL
-    opened.read_at(BLOCK_LENGTH + 900, 5)
-    assert file.count == 8 + FULL
-
-
-def test_memory_is_bounded_however_long_the_stream_is() -> None:
-    class Sink(io.RawIOBase):
-        def write(self, data: Any, /) -> int:
-            return len(data)
-
-    piece = bytes(300_000)
-    data = written(plaintext_of(24 * BLOCK_LENGTH))
-    gc.collect()
-    tracemalloc.start()
-    try:
-        with Ags1Writer(Sink(), METADATA) as stream:
-            for _ in range(80):
-                stream.write(piece)
-        opened = reader(data)
-        for _ in range(240):
-            opened.read(BLOCK_LENGTH // 10)
-        assert tracemalloc.get_traced_memory()[1] < 10 * BLOCK_LENGTH
-    finally:
-        tracemalloc.stop()
-
-
 # --- what is altered is refused ---
 
 
 def refused(data: bytes, **changes: Any) -> str:
-    with pytest.raises(DecryptionError) as caught, reader(data, **changes) as opened:
-        opened.read()
+    with pytest.raises(DecryptionError) as caught:
+        reader(data, **changes)
     assert caught.value.path == "lake/m0.avro"
     assert str(caught.value).startswith("lake/m0.avro: ")
     return str(caught.value)
@@ -232,11 +136,24 @@ STREAM = written(plaintext_of(2 * BLOCK_LENGTH + 500))
 OTHER = written(plaintext_of(2 * BLOCK_LENGTH + 500))
 
 
+def test_memory_is_a_multiple_of_what_is_authentic_however_long_a_file_without_a_length_is(tmp_path: Path) -> None:
+    path = tmp_path / "m0.avro"
+    path.write_bytes(STREAM)
+    os.truncate(path, 1 << 40)
+    tracemalloc.start()
+    try:
+        with path.open("rb") as file, pytest.raises(DecryptionError, match="block 2 is not authentic"):
+            decrypted(file, replace(METADATA, file_length=None), path="x")
+        assert tracemalloc.get_traced_memory()[1] < 24 * BLOCK_LENGTH
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_cut_stream_is_refused_before_a_byte_is_read() -> None:
     for length in (8 + FULL, 8 + 2 * FULL, len(STREAM) - 1, 8 + 28, 8, 0):
         file = Counting(STREAM[:length])
         with pytest.raises(DecryptionError) as caught:
-            Ags1Reader(file, replace(METADATA, file_length=len(STREAM)), path="x")
+            decrypted(file, replace(METADATA, file_length=len(STREAM)), path="x")
         assert file.count <= 8
         assert length < 8 or f"the file has {length} bytes, and its key metadata says {len(STREAM)}" in str(
             caught.value
@@ -281,18 +198,6 @@ def test_nothing_of_another_stream_another_key_or_another_prefix_is_taken() -> N
     assert "block 1 is not authentic" in refused(STREAM[: 8 + FULL] + foreign[8 + FULL :])
 
 
-def test_ranges_before_an_altered_block_are_read_and_none_that_touches_it() -> None:
-    opened = reader(flip(STREAM, 8 + FULL + 77))
-    plaintext = plaintext_of(2 * BLOCK_LENGTH + 500)
-    assert opened.read_at(0, BLOCK_LENGTH) == plaintext[:BLOCK_LENGTH]
-    assert opened.read_at(2 * BLOCK_LENGTH, 500) == plaintext[2 * BLOCK_LENGTH :]
-    buffer = bytearray(10)
-    opened.seek(BLOCK_LENGTH - 5)
-    with pytest.raises(DecryptionError, match="block 1"):
-        opened.readinto(buffer)
-    assert buffer == bytes(10)
-
-
 def test_an_empty_stream_is_checked_too() -> None:
     empty = written(b"")
     assert len(empty) == 36
@@ -321,12 +226,19 @@ def test_without_a_length_only_a_last_block_that_is_not_full_shows_the_end() -> 
         reader(STREAM[: 8 + FULL + 100], file_length=None)
 
 
+class Shrinking(io.BytesIO):
+    """Becomes shorter after its header was read."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        if len(data) == 8:
+            self.truncate(8 + FULL + 10)
+        return data
+
+
 def test_a_file_that_becomes_shorter_is_refused() -> None:
-    file = io.BytesIO(STREAM)
-    opened = Ags1Reader(file, replace(METADATA, file_length=len(STREAM)), path="x")
-    file.truncate(8 + FULL + 10)
     with pytest.raises(DecryptionError, match="it became shorter while it was read"):
-        opened.read_at(BLOCK_LENGTH, 5)
+        decrypted(Shrinking(STREAM), replace(METADATA, file_length=len(STREAM)), path="x")
 
 
 @given(st.data())
@@ -349,38 +261,6 @@ def test_mutants_of_a_stream_end_in_our_errors(data: st.DataObject) -> None:
     except KeytoolsError:
         return
     assert (bytes(mutant), plaintext) == (stream, b"some rows of a manifest list")
-
-
-# --- writing ---
-
-
-def test_a_writer_left_by_an_error_leaves_no_valid_stream() -> None:
-    file = Kept()
-    with pytest.raises(RuntimeError), Ags1Writer(file, METADATA) as stream:
-        stream.write(b"half of a manifest")
-        raise RuntimeError
-    assert stream.closed and file.closed
-    assert b"half" not in file.data
-    with pytest.raises(DecryptionError, match="cut within a block"):
-        reader(file.data)
-
-
-def test_a_closed_writer_takes_nothing_and_closes_once() -> None:
-    stream = Ags1Writer(Kept(), METADATA)
-    stream.close()
-    stream.close()
-    assert stream.encrypted_length == 36
-    with pytest.raises(ValueError, match="closed"):
-        stream.write(b"x")
-
-
-def test_no_block_beyond_those_that_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ags1, "MAX_BLOCKS", 1)
-    stream = Ags1Writer(Kept(), METADATA)
-    stream.write(bytes(BLOCK_LENGTH + 1))
-    with pytest.raises(KeytoolsError, match="no more than 1 blocks"):
-        stream.close()
-    assert "more blocks than AGS1 can count" in refused(STREAM)
 
 
 # --- streams of other implementations ---

@@ -122,7 +122,6 @@ def test_pyarrow_reads() -> None:
             501,
             "NotImplemented",
         ),
-        (lambda client: client.list_objects_v2(Bucket="view", ContinuationToken="?"), 400, "InvalidArgument"),
         (lambda client: client.list_objects_v2(Bucket="view", Delimiter="a"), 501, "NotImplemented"),
     ],
 )
@@ -185,13 +184,13 @@ def test_signatures_of_version_2_are_named() -> None:
             region_name="us-east-1",
             config=Config(signature_version="s3", retries={"max_attempts": 1}),
         )
-        with closing(client), pytest.raises(ClientError, match="HMAC-SHA256") as caught:
+        with closing(client), pytest.raises(ClientError, match="Authorization header") as caught:
             client.get_object(Bucket="view", Key="2013/a.parquet")
-        assert caught.value.response["Error"]["Code"] == "InvalidRequest"
+        assert caught.value.response["Error"]["Code"] == "AuthorizationHeaderMalformed"
         url = client.generate_presigned_url("get_object", {"Bucket": "view", "Key": "2013/a.parquet"})
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(url)
-        assert (refused.value.code, b"HMAC-SHA256" in refused.value.read()) == (400, True)
+        assert (refused.value.code, b"not signed in its headers" in refused.value.read()) == (403, True)
 
 
 def signed_bytes(server: ViewServer, target: str, **headers: str) -> bytes:

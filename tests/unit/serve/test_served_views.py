@@ -204,10 +204,10 @@ def test_without_its_kms_open_files_go_on_and_others_wait(
         handle = opened_by(mounted, "/x.parquet")
         file = tree.find("x.parquet")
         assert ask(server, "x.parquet", headers={"Range": "bytes=0-3"})[0] == 206
-        with tree.open(file) as reader:
+        with tree.open(file) as read:
             patch.setattr(case.kms, "_unwrap", unreachable)
             keytools.clear_caches()
-            assert reader.read(1_000_000, 100_000) == whole[1_000_000:1_100_000]
+            assert read(1_000_000, 100_000) == whole[1_000_000:1_100_000]
         assert mounted.read("/x.parquet", 100_000, 500_000, handle) == whole[500_000:600_000]
         status, _, body = ask(server, "x.parquet", headers={"Range": "bytes=500000-500099"})
         held = (206, whole[500_000:500_100])
