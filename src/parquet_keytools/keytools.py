@@ -1162,7 +1162,6 @@ class Keytools(Summarised):
         new_table_name: str | None = None,
         new_keytools: Self | None = None,
         aad_prefix: str | bytes | None = None,
-        verify: bool = True,
         filesystem: Any = None,
         keep_results: bool = True,
         on_file: OnFile | None = None,
@@ -1183,7 +1182,6 @@ class Keytools(Summarised):
         Args:
             new_table_name: The table whose policy they follow afterwards; by default `table_name`.
             new_keytools: A `Keytools` with another configuration, whose keys and tables they use afterwards.
-            verify: Whether to authenticate every page of a new file, or only its footer and column metadata.
             update_list: As with `rotate`. After SIGKILL, the list does not fit the files that already have new
                 keys: verify them, and record a new list.
 
@@ -1211,7 +1209,6 @@ class Keytools(Summarised):
             new_table_name=new_table_name or (None if is_other else table_name),
             aad_prefix=aad_prefix,
             as_before=new_table_name in (None, table_name) and not is_other,
-            verify=verify,
             key_values=key_values,
             on_progress=on_progress,
         )

@@ -277,7 +277,7 @@ def test_elsewhere_a_writer_on_another_machine_may_need_it_yet(tmp_path: Path, s
     for file in (path, key_material_file(path)):
         with location.filesystem.open_output_stream(f"{location.path}/{file.name}") as out:
             out.write(file.read_bytes())
-    assert (location.child(path.name).info().mtime is None) == (seconds_ago is None)
+    assert (location.below(path.name).info().mtime is None) == (seconds_ago is None)
     case.add_version()
     (rotated,) = case.tools().rotate("data", filesystem=store).files
     assert rotated.outcome is Outcome.ROTATED

@@ -160,7 +160,6 @@ def rekey_command(
     overwrite: bool = False,
     skip_existing: bool = False,
     in_place: bool = False,
-    verify: bool | None = None,
     follow_links: bool = False,
     update_list: str | None = None,
     list_key: str | None = None,
@@ -175,15 +174,13 @@ def rekey_command(
         --table NAME: The table of SRC. Not needed if there is only one.
         --to-config FILE: The configuration of DST, if it is another one.
         --to-table NAME: The table of DST, if it is another one.
-        --verify/--no-verify: With --in-place: whether to authenticate each page of a new file before it replaces
-            the old file. Default: yes.
     """
     if in_place and target is not None:
         raise typer.BadParameter("DST and --in-place contradict each other.", param_hint="DST")
     if in_place:
         _refuse(_NOT_IN_PLACE, overwrite=overwrite, skip_existing=skip_existing)
     else:
-        _refuse(_ONLY_IN_PLACE, verify=verify is not None, follow_links=follow_links, update_list=update_list)
+        _refuse(_ONLY_IN_PLACE, follow_links=follow_links, update_list=update_list)
     if not in_place and target is None:
         raise typer.BadParameter("a file or folder to write is needed, or --in-place.", param_hint="DST")
 
@@ -214,7 +211,7 @@ def rekey_command(
             again = "Verify the files, and record a new list."
         elif to_table in (None, table) and new_keytools is None:
             again = "Repeat the command: it starts with the first file."
-        options |= {"new_table_name": to_table, "new_keytools": new_keytools, "verify": verify is not False}
+        options |= {"new_table_name": to_table, "new_keytools": new_keytools}
         options |= {"follow_links": follow_links, "update_list": update_list, "list_key": list_key}
         change = partial(keytools.rekey_in_place, **options)
         change_in_place(change, opt.locations_of([source], "SRC"), again, processes=processes)

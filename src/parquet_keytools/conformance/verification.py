@@ -55,7 +55,6 @@ from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.storage.locations import FileLocation, open_source
-from parquet_keytools.storage.outputs import written_bytes
 from parquet_keytools.storage.walk import LeftOut, ParquetFile, data_set
 
 _FILES_AT_A_TIME = 8
@@ -446,7 +445,7 @@ def salvage_file(
             str(source),
             str(target),
             data.size_bytes,
-            written_bytes([target]),
+            target.size_bytes(),
             damage.row_groups,
             tuple(ordinal for ordinal in range(damage.row_groups) if ordinal not in readable),
             damage.losses,

@@ -264,7 +264,7 @@ class Rewriting:
     ) -> FileEnd:
         """Read the new file as its readers will; refuse it if a matching row is in it, or another row is not."""
         kms_keys = self._keys.kms_keys()
-        footer, deks = check_new_file(written, new, kms_keys, all_modules=True)
+        footer, deks = check_new_file(written, new, kms_keys)
         retriever = FileKeyRetriever(kms_keys, self._keys.data_keys, opened.location)
         tail = VerifiedTail.of(footer.envelope)
         view = _View(OpenedFile(opened.location, footer, tail, retriever, kms_keys, deks, {}), written)

@@ -44,7 +44,6 @@ from parquet_keytools.storage.outputs import (
     check_target,
     discarded_unless_done,
     pending_output,
-    written_bytes,
 )
 from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, all_files, data_set, file_or_folder
 
@@ -179,9 +178,7 @@ def rekey_file(
     opened = _opened(keys, source, table_name, aad_prefix)
     with open_source(source) as opened_source:
         data = as_verified(opened, opened_source)
-        leaves = [leaf.path for leaf in opened.footer.leaves]
-        policy = new_keys.policy(new_table_name, leaves, labels_of_footer(opened.footer), key_values)
-        policy = policy.with_column_values(opened.footer, opened.deks)
+        policy = policy_of(new_keys, new_table_name, opened.footer, (), key_values, opened.deks)
         with discarded_unless_done(pending_output(target, overwrite=overwrite)) as pending:
             new = new_keys.new_file_keys(policy, target)
             with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
@@ -263,7 +260,7 @@ def _result(
         str(source),
         str(target),
         source_bytes,
-        target.size_bytes() if skipped else written_bytes([target]),
+        target.size_bytes(),
         skipped=skipped,
         copied=copied,
         plaintext_columns=() if policy is None else policy.plaintext_columns,
@@ -452,7 +449,7 @@ def _plan_folder(source: FileLocation, target: FileLocation, overwrite: bool) ->
     parquet_files = [entry for entry in found if isinstance(entry, ParquetFile)]
     paths = [file.location.path_within(source) for file in parquet_files]
     files = tuple(
-        PlannedFile(file.location, target.child(path), file.size_bytes, path)
+        PlannedFile(file.location, target.below(path), file.size_bytes, path)
         for file, path in zip(parquet_files, paths, strict=True)
     )
     if target.is_local:

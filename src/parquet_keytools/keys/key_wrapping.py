@@ -118,10 +118,48 @@ class KekCache(Generic[K, V]):
         `load` is called without a lock, for keys that are neither cached nor being loaded by another thread. The
         lifetime is for the loaded keys, and the maximum age of cached keys for this caller.
         """
-        found: dict[K, V | KmsError] = {}
         mine: list[K] = []
-        others: dict[K, Future[dict[K, V | KmsError]]] = {}
         loading: Future[dict[K, V | KmsError]] = Future()
+        try:
+            found, others, clearings = self._look_up(wanted, lifetime_seconds, mine, loading)
+            # Load our own keys before waiting: two threads that wait for each other's keys would deadlock.
+            if mine:
+                loaded = dict(zip(mine, load(mine), strict=True))
+                with self._lock:
+                    now = self._clock()
+                    for key, value in loaded.items():
+                        del self._loading[key]
+                        if not isinstance(value, KmsError) and clearings == self._clearings:
+                            self._entries[key] = value, now, now + lifetime_seconds
+                loading.set_result(loaded)
+                found |= loaded
+        except BaseException as error:
+            with self._lock:
+                for key in mine:
+                    if self._loading.get(key) is loading:
+                        del self._loading[key]
+            # An interruption such as Ctrl-C is for this thread only. Waiting threads load the keys themselves.
+            if isinstance(error, Exception):
+                loading.set_exception(error)
+            else:
+                loading.cancel()
+            raise
+        given_up: list[K] = []
+        for key, future in others.items():
+            try:
+                found[key] = future.result()[key]
+            except CancelledError:
+                given_up.append(key)
+        if given_up:
+            found.update(zip(given_up, self.get_many(given_up, load, lifetime_seconds), strict=True))
+        return [found[key] for key in wanted]
+
+    def _look_up(
+        self, wanted: Sequence[K], lifetime_seconds: float, mine: list[K], loading: Future[dict[K, V | KmsError]]
+    ) -> tuple[dict[K, V | KmsError], dict[K, Future[dict[K, V | KmsError]]], int]:
+        """Return cached keys, keys that other threads load, and the number of clearings; add others to `mine`."""
+        found: dict[K, V | KmsError] = {}
+        others: dict[K, Future[dict[K, V | KmsError]]] = {}
         now = self._clock()
         with self._lock:
             if not self._owner.is_here:
@@ -142,37 +180,7 @@ class KekCache(Generic[K, V]):
                     self._loading[key] = loading
         for result, number in {"hit": len(found), "wait": len(others), "miss": len(mine)}.items():
             telemetry.count("kek_cache.requests", number, {"cache": self._name, "result": result})
-        # Load our own keys before waiting: two threads that wait for each other's keys would deadlock.
-        if mine:
-            try:
-                loaded = dict(zip(mine, load(mine), strict=True))
-                with self._lock:
-                    now = self._clock()
-                    for key, value in loaded.items():
-                        del self._loading[key]
-                        if not isinstance(value, KmsError) and clearings == self._clearings:
-                            self._entries[key] = value, now, now + lifetime_seconds
-                loading.set_result(loaded)
-            except BaseException as error:
-                with self._lock:
-                    for key in mine:
-                        self._loading.pop(key, None)
-                # An interruption such as Ctrl-C is for this thread only. Waiting threads load the keys themselves.
-                if isinstance(error, Exception):
-                    loading.set_exception(error)
-                else:
-                    loading.cancel()
-                raise
-            found |= loaded
-        given_up: list[K] = []
-        for key, future in others.items():
-            try:
-                found[key] = future.result()[key]
-            except CancelledError:
-                given_up.append(key)
-        if given_up:
-            found.update(zip(given_up, self.get_many(given_up, load, lifetime_seconds), strict=True))
-        return [found[key] for key in wanted]
+        return found, others, clearings
 
     def clear(self) -> None:
         """Drop all keys; keys that are being loaded now are not cached."""

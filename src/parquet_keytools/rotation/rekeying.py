@@ -39,11 +39,9 @@ from parquet_keytools.storage.locations import FileLocation, open_source, real_l
 from parquet_keytools.storage.walk import file_or_folder
 
 
-def check_rekeyed(
-    written: ByteSource, new: NewFileKeys, old: Footer, kms_keys: KmsKeys, *, all_modules: bool
-) -> None:
+def check_rekeyed(written: ByteSource, new: NewFileKeys, old: Footer, kms_keys: KmsKeys) -> None:
     """Open a new file with the content of an old one; see `check_new_file`."""
-    footer, _ = check_new_file(written, new, kms_keys, all_modules=all_modules)
+    footer, _ = check_new_file(written, new, kms_keys)
     if _content(footer) != _content(old):
         raise OutputError(
             f"{written.path}: the content of the new file differs from the old file.", hint=REFUSED_HINT
@@ -51,11 +49,11 @@ def check_rekeyed(
 
 
 def check_new_file(
-    written: ByteSource, new: NewFileKeys, kms_keys: KmsKeys, *, all_modules: bool
+    written: ByteSource, new: NewFileKeys, kms_keys: KmsKeys
 ) -> tuple[Footer, dict[ColumnPath, SecretBytes]]:
-    """Open a new file as its readers will, after the KMS has unwrapped its keys.
+    """Open a new file as its readers will, and authenticate all modules, after the KMS has unwrapped its keys.
 
-    Authenticates all modules, or only the footer and column metadata. Returns the footer and the DEKs of columns.
+    Returns the footer and the DEKs of columns.
     """
     wrapped = [(dek, material) for dek, metadata in new.encryption.deks if (material := new.material(metadata))]
     for (dek, _), outcome in zip(wrapped, kms_keys.deks([material for _, material in wrapped]), strict=True):
@@ -69,8 +67,7 @@ def check_new_file(
             cipher = footer.cipher_of(column, deks.get(column.path))
             for row_group_ordinal in range(len(footer.row_groups)):
                 footer.chunk_metadata(row_group_ordinal, column, cipher)
-        if all_modules:
-            file_encryption.authenticate_opened(written, footer, deks)
+        file_encryption.authenticate_opened(written, footer, deks)
     return footer, deks
 
 
@@ -94,7 +91,6 @@ class Rekeying:
     new_table_name: str | None = None
     aad_prefix: str | bytes | None = None
     as_before: bool = True
-    verify: bool = True
     key_values: Mapping[str, str] | None = None
     on_progress: Callable[[int], None] | None = None
     raises_not_encrypted: bool = False
@@ -136,9 +132,7 @@ class Rekeying:
             RotationOutcome.REKEYED,
             policy,
             lambda sink: self._write(opened, new, sink),
-            lambda written: check_rekeyed(
-                written, new, opened.footer, self.new_keys.kms_keys(), all_modules=self.verify
-            ),
+            lambda written: check_rekeyed(written, new, opened.footer, self.new_keys.kms_keys()),
         )
 
     def _open(self, location: FileLocation) -> tuple[OpenedFile, bool]:
@@ -352,7 +346,7 @@ class Encrypting:
                     source, sink, footer, {}, new.encryption, on_progress=self.on_progress
                 ),
                 # The plaintext is the only other copy: every page must decrypt before it goes.
-                lambda written: check_rekeyed(written, new, footer, self.keys.kms_keys(), all_modules=True),
+                lambda written: check_rekeyed(written, new, footer, self.keys.kms_keys()),
                 other_names_keep="the plaintext",
             )
 

@@ -679,8 +679,7 @@ Replaced = tuple[str, int, int]
 
 def replace_tail(location: FileLocation, tail: Tail, new: bytes, check: Callable[[ByteSource], None]) -> Replaced:
     """Give a file a new tail. `check` raises an error if the new file, not yet in place, is not as intended."""
-    reason = why_unconditional(location)
-    if reason is None:
+    if copies_in_store(location):
         from parquet_keytools.rotation.s3_replacement import replace_object_tail
 
         return replace_object_tail(location, tail, new, check)
@@ -690,8 +689,6 @@ def replace_tail(location: FileLocation, tail: Tail, new: bytes, check: Callable
             if isinstance(sink, LocalSink):
                 with Path(location.path).open("rb") as opened:
                     in_kernel = _copy_in_kernel(opened.fileno(), sink.file_descriptor, tail.offset)
-            else:
-                sink.reserve(tail.offset + len(new))
             with open_source(location) as source:
                 for offset in range(in_kernel, tail.offset, COPY_LENGTH):
                     sink.write_at(offset, source.read_at(offset, min(COPY_LENGTH, tail.offset - offset)))
@@ -700,24 +697,16 @@ def replace_tail(location: FileLocation, tail: Tail, new: bytes, check: Callable
             check(written)
     if in_kernel == tail.offset and location.is_local:
         return "new tail, data copied in the kernel", len(new), tail.offset
-    how = "new tail, data copied" if location.is_local else f"rewritten whole{f'; {reason}' if reason else ''}"
-    return how, len(new) + tail.offset, 0
+    return "new tail, data copied" if location.is_local else "rewritten whole", len(new) + tail.offset, 0
 
 
-def why_unconditional(location: FileLocation) -> str | None:
-    """Return why a file cannot be replaced on a condition, its data copied by the store; None if it can.
-
-    The reason is empty outside of S3.
-    """
-    if not location.is_in_s3:
-        return ""
-    if importlib.util.find_spec("boto3") is None:
-        return "with the extra `aws` the store would copy the data"
+def copies_in_store(location: FileLocation) -> bool:
+    """Return whether the store copies the data of a file, and replaces it on a condition."""
+    if not location.is_in_s3 or importlib.util.find_spec("boto3") is None:
+        return False
     from parquet_keytools.rotation.s3_replacement import can_reach
 
-    if can_reach(location.filesystem):
-        return None
-    return "with access keys, no proxy, and no role that Arrow assumes, the store would copy the data"
+    return can_reach(location.filesystem)
 
 
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ETXTBSY)
@@ -756,7 +745,7 @@ def replace_external_material(file: FileKeys, old: ExternalMaterial, new: bytes)
             pass
         raise changed_while_rotated(location)
 
-    if why_unconditional(location) is None:
+    if copies_in_store(location):
         from parquet_keytools.rotation.s3_replacement import replace_object
 
         replace_object(location, new, check)

@@ -380,7 +380,7 @@ def _mirror(
 ) -> PipelineReport:
     """Convert the files of a plan but the refused ones, and write `_SUCCESS` last if every file is there."""
     place = place_of(target)
-    success = node_location(place).child(SUCCESS_FILE)
+    success = node_location(place).below(SUCCESS_FILE)
     job.add(refused.values())
     if plan.source_is_folder:
         with contextlib.suppress(FileNotFoundError):
@@ -391,7 +391,7 @@ def _mirror(
     job.add(
         Outcome(entry.path, LEFT_OUT, entry.reason.value)
         for entry in plan.left_out
-        if entry.location.path != job.root.child(SUCCESS_FILE).path
+        if entry.location.path != job.root.below(SUCCESS_FILE).path
     )
     job.add(Outcome.of_error(unseen.path, unseen.error) for unseen in plan.unseen)
     if plan.source_is_folder and not job.outcomes[FAILED]:

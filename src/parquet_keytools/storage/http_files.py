@@ -19,8 +19,6 @@ from parquet_keytools.storage.locations import PartialHandler
 
 _TIMEOUT_SECONDS = 60
 _CONTENT_RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
-_MAX_WHOLE_BYTES = 1 << 30
-"""The longest file that is read from a server that does not support ranges."""
 
 
 def _error(number: int, text: str, url: str) -> OSError:
@@ -63,34 +61,31 @@ class HttpHandler(PartialHandler):
 
 
 class _WebFile(RangedFile):
-    """A file on a web server, held in memory if the server does not support ranges."""
+    """A file on a web server that supports ranges."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
         share_with_arrow(self)
         self._url = url
-        self._whole: bytes | None = None
         # Signed addresses are for GET, and not for HEAD.
         with _opened(url, 0, 0) as answer:
             found = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-            if answer.status == 206 and found:
-                self.size_bytes = int(found[1])
-                return
-            self._whole = _read(url, answer, _MAX_WHOLE_BYTES + 1)
-        if len(self._whole) > _MAX_WHOLE_BYTES:
-            raise _error(errno.ENOTSUP, "the file is too long for a server that does not support ranges", url)
-        self.size_bytes = len(self._whole)
+            if answer.status != 206 or not found:
+                raise _error(errno.ENOTSUP, "the server does not support ranges: download the file first", url)
+        self.size_bytes = int(found[1])
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Return a range."""
         if not length:
             return b""
-        if self._whole is not None:
-            return self._whole[offset : offset + length]
         with _opened(self._url, offset, offset + length - 1) as answer:
             if answer.status != 206:
                 raise _error(errno.EIO, "the server does not support ranges any more", self._url)
-            return _read(self._url, answer, length)
+            try:
+                data: bytes = answer.read(length)
+            except HTTPException:
+                raise _error(errno.EIO, "the server closed the connection early", self._url) from None
+        return data
 
 
 class _SaferRedirects(urllib.request.HTTPRedirectHandler):
@@ -124,11 +119,3 @@ def _opened(url: str, first: int, last: int) -> Any:
     except (HTTPException, ValueError) as error:
         # Its text may quote the address.
         raise _error(errno.EIO, f"the request failed ({type(error).__name__})", url) from None
-
-
-def _read(url: str, answer: Any, length: int) -> bytes:
-    try:
-        data: bytes = answer.read(length)
-    except HTTPException:
-        raise _error(errno.EIO, "the server closed the connection early", url) from None
-    return data

@@ -155,10 +155,7 @@ class FileLocation:
     @property
     def is_for_all_processes(self) -> bool:
         """Whether other processes certainly see the same files: file systems of Python may be in memory."""
-        if not isinstance(self.filesystem, pafs.PyFileSystem):
-            return bool(self.filesystem.type_name != "mock")
-        below = fsspec_of(self.filesystem)
-        return f"{type(below).__module__}.".startswith(_SEEN_BY_ALL)
+        return not isinstance(self.filesystem, pafs.PyFileSystem) and self.filesystem.type_name != "mock"
 
     @property
     def is_in_s3(self) -> bool:
@@ -179,13 +176,9 @@ class FileLocation:
             return FileLocation(self.filesystem, f"{address.rpartition('/')[0]}/{name}{query and '?'}{query}")
         return replace(self, path=str(PurePosixPath(self.path).with_name(name)), only=())
 
-    def child(self, name: str) -> FileLocation:
-        """Return the location of `name` in this folder."""
-        return replace(self, path=str(PurePosixPath(self.path) / name), only=())
-
     def below(self, path: str) -> FileLocation:
         """Return the location of a path within this folder, or of an address, which has no folder."""
-        return FileLocation(self.filesystem, f"{self.path.rstrip('/')}/{path}" if self.path else path)
+        return replace(self, path=f"{self.path.rstrip('/')}/{path}" if self.path else path, only=())
 
     def path_within(self, folder: FileLocation) -> str:
         """Return the path of a file relative to a folder, without the signature of an address."""
@@ -318,10 +311,6 @@ def _of_uri(uri: str) -> FileLocation:
         # fsspec takes the host as a folder of the current folder; pyarrow opens all URIs without one.
         raise ValueError(f"a URI of the scheme {scheme!r} names no host: write three slashes, {scheme}:///folder")
     return FileLocation.resolve(path, filesystem)
-
-
-_SEEN_BY_ALL = ("adlfs.", "fsspec.implementations.local.", "gcsfs.", "s3fs.")
-"""Modules of fsspec's file systems whose files other processes see, too."""
 
 
 def fsspec_of(filesystem: pafs.FileSystem) -> Any:

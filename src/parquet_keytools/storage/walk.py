@@ -590,8 +590,8 @@ def _look_at(entry: os.DirEntry[str]) -> Listed:
             found = entry.stat()
             listed.size_bytes = found.st_size
             if not stat.S_ISREG(found.st_mode):
-                kind = _KINDS.get(stat.S_IFMT(found.st_mode), "neither a file nor a folder")
-                listed.error = _odd(f"{kind}: remove it, or begin its name with a dot", entry.path)
+                why = "neither a file nor a folder: remove it, or begin its name with a dot"
+                listed.error = _odd(why, entry.path)
     except FileNotFoundError as error:
         # Only what was removed meanwhile stays a `FileNotFoundError`.
         listed.error = _odd(_DANGLING, entry.path) if listed.is_link else store_error(error, entry.path)
@@ -604,12 +604,6 @@ def _look_at(entry: os.DirEntry[str]) -> Listed:
 
 
 _DANGLING = "a dangling link: mount its target, or remove the link"
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def is_utf8(name: str) -> bool:

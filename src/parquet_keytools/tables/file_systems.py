@@ -393,7 +393,7 @@ class PendingHandler(LookingHandler):
         self._encrypting = 0
         self._is_discarded = False
         self._failure: Exception | None = None
-        self._room = SpoolRoom(folder.child("file"))
+        self._room = SpoolRoom(folder.below("file"))
 
     @contextlib.contextmanager
     def failing_at_commit(self) -> Iterator[None]:

@@ -317,7 +317,7 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         parts = PurePosixPath(text.strip("/")).parts
         if not is_utf8(text):
             raise OSError(errno.EILSEQ, "this name is not valid UTF-8: rename it", escaped_path(text))
-        location = self._root.child("/".join(parts)) if parts else self._root
+        location = self._root.below("/".join(parts)) if parts else self._root
         is_within = ".." not in parts and "\0" not in text
         if is_within and self._root.is_local and location != self._root:
             path_below = Path(location.path)

@@ -78,7 +78,7 @@ FILE_OPTIONS = ["SRC", "DST", "--config", "--table", "--overwrite", "--json"]
         ("decrypt", [*FILE_OPTIONS, "--aad-prefix"]),
         (
             "rekey",
-            [*FILE_OPTIONS, "--aad-prefix", "--to-config", "--to-table", "--in-place", "--no-verify"],
+            [*FILE_OPTIONS, "--aad-prefix", "--to-config", "--to-table", "--in-place"],
         ),
         (
             "rotate",

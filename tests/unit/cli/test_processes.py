@@ -182,7 +182,7 @@ def test_files_in_the_memory_of_this_process_stay_here(
     if scheme == "dir":
         filesystem = DirFileSystem(location.path, fsspec_of(filesystem))
     tools = Keytools.from_yaml(config)
-    files = [location.child(f"{number}.parquet") for number in range(4)]
+    files = [location.below(f"{number}.parquet") for number in range(4)]
     location.filesystem.create_dir(location.path)
     for file in files:
         tools.encrypt_file(plain, file)

@@ -56,7 +56,7 @@ def test_a_single_file_keeps_mode_and_links(run, keystore_case, tmp_path: Path) 
     case.files[0].chmod(0o640)
     link = tmp_path / "a.parquet"
     link.symlink_to(case.files[0])
-    assert run("rekey", link, "--config", case.config, "--in-place", "--no-verify").exit_code == 0
+    assert run("rekey", link, "--config", case.config, "--in-place").exit_code == 0
     assert link.is_symlink()
     assert stat.S_IMODE(case.files[0].stat().st_mode) == 0o640
     case.read()
@@ -216,7 +216,6 @@ def test_a_data_key_that_stays_is_told(run, table: pa.Table, tmp_path: Path) -> 
         (["--in-place", "--overwrite"], "this does not work with --in-place"),
         (["DST", "--follow-links"], "this works with --in-place only"),
         (["--in-place", "--skip-existing"], "this does not work with --in-place"),
-        (["DST", "--no-verify"], "this works with --in-place only"),
         (["--in-place", "--table", "peple"], "Did you mean 'people'?"),
         (["--in-place", "--to-table", "peple"], "Did you mean 'people'?"),
     ],

@@ -155,6 +155,19 @@ def test_what_the_load_raises_is_raised_and_not_kept(
     assert cache.get_many(["a"], load, LONG) == ["a!"]
 
 
+def test_ctrl_c_before_the_load_leaves_no_key_that_is_loading(
+    cache: KekCache[str, str], load: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("parquet_keytools.telemetry.count", interrupted)
+        cache.get_many(["a"], load, LONG)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(cache.get_many, ["a"], load, LONG).result(20) == ["a!"]
+
+
 @pytest.mark.parametrize("answers", [[], ["a!", "b!", "c!"]])
 def test_the_wrong_number_of_answers(cache: KekCache[str, str], load: Loader, answers: list[str]) -> None:
     with pytest.raises(ValueError, match="zip"):

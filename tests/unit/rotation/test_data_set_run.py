@@ -88,7 +88,7 @@ def test_files_that_others_changed_get_another_attempt(folder: FileLocation) -> 
 
 def test_what_could_not_be_looked_into_is_a_failure(folder: FileLocation, monkeypatch: pytest.MonkeyPatch) -> None:
     walk = data_set_run.data_set_in_place
-    unseen = Unseen(folder.child("locked"), PermissionError(errno.EACCES, "Permission denied"))
+    unseen = Unseen(folder.below("locked"), PermissionError(errno.EACCES, "Permission denied"))
     monkeypatch.setattr(
         data_set_run, "data_set_in_place", lambda path, **options: itertools.chain([unseen], walk(path, **options))
     )

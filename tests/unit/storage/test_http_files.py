@@ -101,12 +101,11 @@ def serve(tmp_path: Path) -> Iterator[Any]:
         server.server_close()
 
 
-@pytest.mark.parametrize("sends_ranges", [True, False])
-def test_files_are_read(tmp_path: Path, serve: Any, sends_ranges: bool) -> None:
+def test_files_are_read(tmp_path: Path, serve: Any) -> None:
     tools = keytools()
     for name in ("one", "two"):
         tools.write_table(TABLE, tmp_path / f"{name}.parquet")
-    server = serve(sends_ranges=sends_ranges)
+    server = serve()
     one, two = (f"{server.url(name)}.parquet?{SECRET}" for name in ("one", "two"))
     assert tools.read_table(one).equals(TABLE)
     assert tools.read_table([two, one]).num_rows == 2000
@@ -142,6 +141,15 @@ def test_errors_name_the_address_without_its_signature(
     assert SECRET not in str(caught.value)
     url = server.url(name).replace("//", "//user:password@")
     assert "password" not in str(FileLocation.resolve(f"{url}?{SECRET}"))
+
+
+def test_a_server_without_ranges(tmp_path: Path, serve: Any) -> None:
+    tools = keytools()
+    tools.write_table(TABLE, tmp_path / "x.parquet")
+    url = serve(sends_ranges=False).url("x.parquet")
+    with pytest.raises(OSError, match="does not support ranges: download the file first") as caught:
+        tools.read_table(f"{url}?{SECRET}")
+    assert url in str(caught.value) and SECRET not in str(caught.value)
 
 
 def test_a_server_that_is_not_there(serve: Any) -> None:

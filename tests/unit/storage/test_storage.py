@@ -116,34 +116,6 @@ def test_fsspec(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == b"data"
 
 
-class OfAModule:
-    """A file system of fsspec, of which only the module matters."""
-
-    protocol = "x"
-
-    def _strip_protocol(self, path: str) -> str:
-        return path
-
-
-@pytest.mark.parametrize(
-    ("module", "is_for_all"),
-    [
-        ("s3fs.core", True),
-        ("gcsfs", True),
-        ("adlfs.spec", True),
-        ("s3fs_in_memory", False),
-        ("fsspec.implementations.memory", False),
-        ("fsspec.implementations.cached", False),
-        ("somewhere", False),
-    ],
-)
-def test_file_systems_of_python_that_other_processes_see(module: str, is_for_all: bool) -> None:
-    """Workers would find nothing in another one's memory, and a verification would miss its files."""
-    below = type("Files", (OfAModule,), {"__module__": module})()
-    filesystem = pafs.PyFileSystem(pafs.FSSpecHandler(below))
-    assert FileLocation(filesystem, "x").is_for_all_processes is is_for_all
-
-
 def test_file_systems_of_arrow_that_other_processes_see(tmp_path: Path) -> None:
     assert local(tmp_path / "x").is_for_all_processes
     assert FileLocation(pafs.S3FileSystem(anonymous=True, region="x"), "x").is_for_all_processes
@@ -168,7 +140,7 @@ def test_siblings_and_children(tmp_path: Path) -> None:
     location = local(tmp_path / "x.parquet")
     assert location.name == "x.parquet"
     assert location.sibling("y").path == str(tmp_path / "y")
-    assert local(tmp_path).child("y").path == str(tmp_path / "y")
+    assert local(tmp_path).below("y").path == str(tmp_path / "y")
 
 
 # --- ranges ---
