@@ -28,7 +28,7 @@ from generated_files import PAGE_BYTES, write_generated
 
 from parquet_keytools.encryption.file_encryption import (
     FileEncryption,
-    decrypt_opened,
+    decrypt_columns,
     encrypt_opened,
     encrypt_source,
 )
@@ -60,7 +60,7 @@ class OneKey:
 
 def decrypt_source(source: ByteSource, sink: ByteSink, keys: KeyRetriever, *, threads: int = 2) -> None:
     """Decrypt a file, by the functions that `Keytools.decrypt_file` calls."""
-    decrypt_opened(source, sink, read_footer(source, keys), {}, threads=threads)
+    decrypt_columns(source, sink, read_footer(source, keys), {}, threads=threads)
 
 
 def rekey_source(

@@ -11,7 +11,7 @@ from parquet_keytools.encryption.file_encryption import (
     Deks,
     FileEncryption,
     column_deks,
-    decrypt_opened,
+    decrypt_columns,
     encrypt_opened,
     encrypt_source,
 )
@@ -111,7 +111,7 @@ def decrypt_source(
 ) -> None:
     """Decrypt an encrypted file as a whole, by the functions that `Keytools.decrypt_file` calls."""
     footer, deks = opened(source, keys, aad_prefix)
-    decrypt_opened(source, sink, footer, deks, threads=threads)
+    decrypt_columns(source, sink, footer, deks, threads=threads)
 
 
 def rekey_source(

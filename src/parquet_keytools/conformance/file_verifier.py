@@ -79,7 +79,7 @@ from parquet_keytools.format.file_layout import (
     RegionKind,
     regions_at,
 )
-from parquet_keytools.format.pages import PageContents, read_page_contents
+from parquet_keytools.format.pages import PageContents, compressed_beginning, read_page_contents
 from parquet_keytools.format.partial_footers import shown_metadata
 from parquet_keytools.format.structs import (
     BloomFilterHeader,
@@ -88,13 +88,12 @@ from parquet_keytools.format.structs import (
     FileMetaData,
     PageHeader,
 )
-from parquet_keytools.format.thrift import WireType, varint
+from parquet_keytools.format.thrift import WireType
 
 _read_length = struct.Struct("<I").unpack_from
 
-_UNCOMPRESSED, _SNAPPY = 0, 1
-_MAGICS = {2: b"\x1f\x8b\x08", 6: b"\x28\xb5\x2f\xfd"}
-"""Codec of parquet.thrift (gzip, Zstandard) -> what its output begins with. Brotli and LZ4 have no such thing."""
+_UNCOMPRESSED = 0
+"""Codec, as column metadata names it."""
 
 _START_LENGTH = 5
 """How much of a page is compared with its codec."""
@@ -510,9 +509,8 @@ class ChunkVerifier:
         codec, length = self._known.codec, contents.uncompressed_length - contents.levels_length
         if not contents.is_compressed or length <= 0:
             return None
-        # Snappy begins with the length, seven bits in each byte.
-        magic = varint(length) if codec == _SNAPPY else _MAGICS.get(codec)
-        return None if magic is None else bytes(start[:_START_LENGTH]).startswith(magic)
+        expected = compressed_beginning(codec, length)
+        return bytes(start[:_START_LENGTH]).startswith(expected) if expected else None
 
     def _check_content(self, place: ModulePlace, contents: PageContents, start: memoryview) -> bool:
         begins_well = self._begins_well(contents, start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -32,10 +32,8 @@ from parquet_keytools.conformance.file_verifier import FileFacts, verify_source
 from parquet_keytools.conformance.inspection import Inspection, inspect_source
 from parquet_keytools.conformance.report import DataSetReport, FileReport, Loss
 from parquet_keytools.encryption.aad import ExpectedAadPrefix
-from parquet_keytools.encryption.file_encryption import column_deks, decrypt_opened
-from parquet_keytools.encryption.footer import Footer, read_envelope
-from parquet_keytools.encryption.module_cipher import ModuleCipher
-from parquet_keytools.encryption.protection import FooterColumn
+from parquet_keytools.encryption.file_encryption import column_deks, decrypt_columns
+from parquet_keytools.encryption.footer import read_envelope
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
 from parquet_keytools.errors import (
     DecryptionError,
@@ -51,7 +49,6 @@ from parquet_keytools.files.key_service import KeyService
 from parquet_keytools.files.opened_file import FileIdentities, as_verified, open_files
 from parquet_keytools.files.table_check import TableCheck
 from parquet_keytools.format.file_layout import ByteSource
-from parquet_keytools.format.structs import ColumnChunk, ColumnMetaData
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.storage.locations import FileLocation, open_source
@@ -375,24 +372,6 @@ class SalvageResult(FileResult):
         return not self.missing_row_groups and not self.dropped_indexes
 
 
-@dataclass(frozen=True)
-class _WithoutIndexes(Footer):
-    """A footer that does not mention the damaged page indexes and Bloom filters of some chunks."""
-
-    damaged: frozenset[tuple[int, int]] = frozenset()
-
-    def chunk_metadata(
-        self, row_group_ordinal: int, column: FooterColumn, cipher: ModuleCipher | None
-    ) -> ColumnMetaData:
-        """Return the metadata of a chunk, without its Bloom filter where something is damaged."""
-        metadata = super().chunk_metadata(row_group_ordinal, column, cipher)
-        if (row_group_ordinal, column.ordinal) in self.damaged:
-            metadata = metadata.shallow_copy()
-            metadata.bloom_filter_offset = None
-            metadata.bloom_filter_length = None
-        return metadata
-
-
 def salvage_file(
     keys: KeyService,
     source: FileLocation,
@@ -433,12 +412,13 @@ def salvage_file(
             )
         readable = damage.readable_row_groups
         with plaintext_output(target, mode, overwrite=overwrite) as pending, pending.open_sink() as sink:
-            decrypt_opened(
+            decrypt_columns(
                 data,
                 sink,
-                _without_indexes(footer, frozenset(damage.damaged_indexes)),
+                footer,
                 deks,
                 row_group_ordinals=readable,
+                without_indexes=frozenset(damage.damaged_indexes),
                 on_progress=on_progress,
             )
         return SalvageResult(
@@ -451,14 +431,3 @@ def salvage_file(
             damage.losses,
             tuple(place for place in damage.damaged_indexes if place[0] in readable),
         )
-
-
-def _without_indexes(footer: Footer, damaged: frozenset[tuple[int, int]]) -> Footer:
-    chunks = [list(row_group_chunks) for row_group_chunks in footer.chunks]
-    for row_group_ordinal, column_ordinal in damaged:
-        chunk: ColumnChunk = chunks[row_group_ordinal][column_ordinal].shallow_copy()
-        chunk.column_index_offset = chunk.column_index_length = None
-        chunk.offset_index_offset = chunk.offset_index_length = None
-        chunks[row_group_ordinal][column_ordinal] = chunk
-    parts: Mapping[str, object] = {part.name: getattr(footer, part.name) for part in fields(footer)}
-    return replace(_WithoutIndexes(**parts), chunks=chunks, damaged=damaged)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,7 +53,6 @@ from parquet_keytools.format.file_layout import (
 from parquet_keytools.format.partial_footers import (
     VisibleKeyValues,
     hidden_chunk_fields,
-    selected_footer,
     shown_footer,
     shown_metadata,
     shown_row_group,
@@ -292,36 +291,41 @@ Deks = Mapping[tuple[str, ...], SecretBytes]
 """DEKs of columns with a column key, by path."""
 
 
-def decrypt_opened(
+def decrypt_columns(
     source: ByteSource,
     sink: ByteSink,
     footer: Footer,
     deks: Deks,
     *,
     row_group_ordinals: Sequence[int] | None = None,
+    without_indexes: Set[tuple[int, int]] = frozenset(),
     threads: int = 2,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write a plaintext file of some row groups, None for all; only their bytes are read."""
-    with naming_file(source.path):
-        selection = selected_footer(footer.metadata, footer.leaves, None, row_group_ordinals, None)
+    """Write a plaintext file of some row groups, None for all; only their bytes are read.
+
+    Of chunks in `without_indexes` (ordinals of row group and column), indexes and Bloom filter are left out.
+    """
     check_stated_algorithm(source, footer, deks)
-    row_groups = open_chunks(footer, deks, lambda *_: None, selection.row_group_ordinals)
+    row_groups = open_chunks(footer, deks, lambda *_: None, row_group_ordinals, without_indexes)
+    metadata = footer.metadata.shallow_copy()
+    if row_group_ordinals is not None:
+        metadata.num_rows = sum(row_group.num_rows for row_group, _ in row_groups)
     rewrite_file(
         source,
         sink,
         footer,
         row_groups,
         magic=MAGIC,
-        make_footer=lambda: _plaintext_footer(selection.metadata, row_groups),
+        make_footer=lambda: _plaintext_footer(metadata, row_groups),
         threads=threads,
         on_progress=on_progress,
     )
 
 
-def authenticate_opened(source: ByteSource, footer: Footer, deks: Deks) -> None:
-    """Decrypt what `decrypt_opened` would, and write nothing."""
-    decrypt_opened(source, _Nowhere(), footer, deks)
+def authenticate_columns(source: ByteSource, footer: Footer, deks: Deks) -> None:
+    """Decrypt what `decrypt_columns` would, and write nothing; one thread finds the first thing that is wrong."""
+    decrypt_columns(source, _Nowhere(), footer, deks)
 
 
 class _Nowhere:
@@ -375,29 +379,32 @@ def open_chunks(
     deks: Deks,
     writer_of: Callable[[int, int], ChunkCipher | None],
     row_group_ordinals: Sequence[int] | None = None,
+    without_indexes: Set[tuple[int, int]] = frozenset(),
 ) -> list[RowGroupRewrite]:
-    """Decrypt the metadata of chunks, and make them ready to be rewritten; None for all row groups."""
-    ciphers = [footer.cipher_of(column, deks.get(column.path)) for column in footer.columns]
+    """Decrypt the metadata of chunks, and make them ready to be rewritten; see `decrypt_columns`."""
+    columns = footer.columns
+    ciphers = [footer.cipher_of(column, deks.get(column.path)) for column in columns]
     row_groups: list[RowGroupRewrite] = []
     ordinals = range(len(footer.row_groups)) if row_group_ordinals is None else row_group_ordinals
     for row_group_ordinal in ordinals:
         chunks: list[ChunkRewrite] = []
         row_group = footer.row_groups[row_group_ordinal]
         num_rows = row_group.num_rows
-        for column, cipher in zip(footer.columns, ciphers, strict=True):
+        for column, cipher in zip(columns, ciphers, strict=True):
             reader = None
             if cipher is not None:
                 reader = ChunkCipher(cipher, footer.algorithm, row_group_ordinal, column.ordinal)
-            chunks.append(
-                ChunkRewrite(
-                    footer.chunks[row_group_ordinal][column.ordinal].struct,
-                    footer.chunk_metadata(row_group_ordinal, column, cipher).struct,
-                    reader,
-                    writer_of(row_group_ordinal, column.ordinal),
-                    num_rows=num_rows,
-                    is_flat=footer.leaves[column.ordinal].is_flat,
-                )
+            chunk = ChunkRewrite(
+                footer.chunks[row_group_ordinal][column.ordinal].struct,
+                footer.chunk_metadata(row_group_ordinal, column, cipher).struct,
+                reader,
+                writer_of(row_group_ordinal, column.ordinal),
+                num_rows=num_rows,
+                is_flat=footer.leaves[column.ordinal].is_flat,
             )
+            if (row_group_ordinal, column.ordinal) in without_indexes:
+                chunk.forget_indexes()
+            chunks.append(chunk)
         row_groups.append((row_group, chunks))
     return row_groups
 

@@ -324,6 +324,14 @@ class ChunkRewrite:
     _region: Region = field(init=False)
     _pages: ChunkPages | None = field(default=None, init=False)
 
+    def forget_indexes(self) -> None:
+        """Leave page indexes and the Bloom filter out: they are damaged, and readers find values without them."""
+        self.chunk, self.metadata = self.chunk.copy(), self.metadata.copy()
+        for field_id in (*_INDEX_OFFSETS, *_INDEX_LENGTHS):
+            self.chunk.set_entry(field_id, None)
+        for field_id in (_BLOOM_FILTER_OFFSET, _BLOOM_FILTER_LENGTH):
+            self.metadata.set_entry(field_id, None)
+
     def new_metadata(self) -> bytes:
         """Return the bytes of its metadata in the output."""
         return self.metadata.changed_bytes(_entries(self.metadata_changes, (_BLOOM_FILTER_LENGTH,)))

@@ -35,12 +35,11 @@ from parquet_keytools.encryption.page_walk import HeaderWindow, Page, walk_pages
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterColumn
 from parquet_keytools.errors import DecryptionError, KeytoolsError, ParquetFormatError
 from parquet_keytools.format.file_layout import ByteSource, regions_of
-from parquet_keytools.format.pages import PageContents, read_page_contents
-from parquet_keytools.format.thrift import varint
+from parquet_keytools.format.pages import PageContents, compressed_beginning, read_page_contents
 from parquet_keytools.secret_bytes import SecretBytes
 
-_UNCOMPRESSED, _SNAPPY, _GZIP, _ZSTD = 0, 1, 2, 6
-"""Codecs, as column metadata names them."""
+_UNCOMPRESSED = 0
+"""Codec, as column metadata names it."""
 
 _BLOCK_LENGTH = 16
 """Of AES. Only the first block of a page proves something: the rest of the key stream is the same with AES-GCM."""
@@ -94,7 +93,7 @@ class _FirstPage:
             return 0, True
         # The levels of a data page V2 are not compressed, and come first.
         levels = self.contents.levels_length
-        expected = _beginning(self.codec, self.contents.uncompressed_length - levels)
+        expected = compressed_beginning(self.codec, self.contents.uncompressed_length - levels)
         length = levels + len(expected)
         if not expected or length > min(_BLOCK_LENGTH, self.length - CTR_FRAMING):
             return 0, True
@@ -202,14 +201,3 @@ def _first_page(
     with contextlib.suppress(ParquetFormatError):
         contents = read_page_contents(page.facts)
     return _FirstPage(reader, metadata.codec, page, contents, beginning)
-
-
-def _beginning(codec: int, length: int) -> bytes:
-    """Return how compressed data begins whose length without compression is known; empty where that varies."""
-    if codec == _SNAPPY:
-        return varint(length) if length >= 0 else b""
-    if codec == _GZIP:
-        return b"\x1f\x8b\x08"
-    if codec == _ZSTD:
-        return b"\x28\xb5\x2f\xfd"
-    return b""

@@ -142,7 +142,7 @@ def decrypt_file(
         data = as_verified(opened, opened_source)
         with pending.open_sink() as sink, naming_place(source, opened.footer.columns):
             if opened.is_encrypted:
-                file_encryption.decrypt_opened(data, sink, opened.footer, opened.deks, on_progress=on_progress)
+                file_encryption.decrypt_columns(data, sink, opened.footer, opened.deks, on_progress=on_progress)
             else:
                 for offset in range(0, data.size_bytes, _COPIED_BYTES):
                     part = data.read_at(offset, min(_COPIED_BYTES, data.size_bytes - offset))

@@ -226,6 +226,21 @@ def _any_contents(facts: PageHeaderFacts) -> PageContents:
     return PageContents(uncompressed_length, num_values, found[4] + found[5], is_compressed)
 
 
+_SNAPPY, _GZIP, _ZSTD = 1, 2, 6
+"""Codecs, as column metadata names them."""
+
+
+def compressed_beginning(codec: int, length: int) -> bytes:
+    """Return how compressed data begins whose length without compression is known; empty where that varies."""
+    if codec == _SNAPPY:
+        return varint(length) if length >= 0 else b""
+    if codec == _GZIP:
+        return b"\x1f\x8b\x08"
+    if codec == _ZSTD:
+        return b"\x28\xb5\x2f\xfd"
+    return b""
+
+
 _PADDING_ID = 100
 _PADDING_HEADER = b"\x08\xc8\x01"
 """Field header of a binary field with the id 100, which no Parquet reader knows: all pass over it."""

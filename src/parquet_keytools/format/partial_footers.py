@@ -1,4 +1,4 @@
-"""Footers that say less than the footer of their file: some columns and row groups, or what may be shown of all.
+"""Footers that say less than the footer of their file: some columns, or what may be shown of all.
 
 A plaintext footer of a file with encrypted columns shows the fields on lists, if they have their types; so does a
 view for readers who may not read every column. What is not on a list may hold values, as statistics do, and as
@@ -27,60 +27,36 @@ ARROW_SCHEMA_KEY = "ARROW:schema"
 _SORTING_COLUMNS_FIELD_ID = 4
 _COLUMN_ORDERS_FIELD_ID = 7
 
-# --- Some columns and row groups ---
-
-
-@dataclass(frozen=True)
-class Selection:
-    """A footer for some columns and row groups; its row groups still have all columns of the file."""
-
-    metadata: FileMetaData
-    row_group_ordinals: tuple[int, ...]
-    column_ordinals: tuple[int, ...]
+# --- Some columns ---
 
 
 def selected_footer(
     metadata: FileMetaData,
     leaves: Sequence[LeafColumn],
     columns: Collection[tuple[str, ...]] | None,
-    row_group_ordinals: Sequence[int] | None,
     key_values: Mapping[str, str | None] | None,
     *,
     shows_all: bool = True,
-) -> Selection:
-    """Return a footer for some columns and row groups, None for all.
+) -> tuple[FileMetaData, tuple[int, ...]]:
+    """Return a footer for some columns of the file, None for all, and their ordinals.
 
-    Top-level columns are taken whole, so that their structure stays what it was. `key_values` replaces entries of
-    the key-value metadata, or drops them where the value is None. Where columns are left out, `ARROW:schema` is
-    dropped unless it is given: it would describe columns that are not there, by position.
-
-    Unless it `shows_all`, it has what `shown_footer` shows; `shown_row_group` is left to the caller.
+    Top-level columns are taken whole, and row groups still have all columns. `key_values` replaces entries of the
+    key-value metadata, or drops them where the value is None. Unless it `shows_all`, the footer has what
+    `shown_footer` shows; `shown_row_group` is left to the caller.
     """
     new = metadata.shallow_copy()
-    row_groups = metadata.row_groups
-    chosen = tuple(range(len(row_groups)) if row_group_ordinals is None else row_group_ordinals)
-    if not all(0 <= ordinal < len(row_groups) for ordinal in chosen) or len(set(chosen)) != len(chosen):
-        raise ParquetFormatError(f"row groups {list(chosen)} are not some of the file's {len(row_groups)}.")
-    changes = dict(key_values or {})
-    if row_group_ordinals is not None:
-        new.num_rows = sum(row_groups[ordinal].num_rows for ordinal in chosen)
     kept = tuple(leaf.ordinal for leaf in leaves)
     if columns is not None:
-        unknown = set(columns) - {leaf.path for leaf in leaves}
-        if unknown:
-            names = ", ".join(repr(".".join(path)) for path in sorted(unknown))
-            raise ParquetFormatError(f"the file has no columns {names}.")
         positions = {leaf.top_level_position for leaf in leaves if leaf.path in columns}
         kept = tuple(leaf.ordinal for leaf in leaves if leaf.top_level_position in positions)
         if len(kept) < len(leaves):
             new.schema = _selected_schema(metadata.schema, positions)
             _select_column_orders(new, kept)
-            changes.setdefault(ARROW_SCHEMA_KEY, None)
-    if changes:
-        _change_key_values(new, changes)
+    if key_values:
+        _change_key_values(new, key_values)
     if not shows_all:
         new, _ = shown_footer(new)
-    return Selection(new, chosen, kept)
+    return new, kept
 
 
 def selected_sorting_columns(struct: Struct, column_ordinals: Sequence[int]) -> None:

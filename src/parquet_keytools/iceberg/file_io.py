@@ -23,7 +23,7 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.typedef import EMPTY_DICT, Properties
 
 from parquet_keytools.config.loader import load_configuration
-from parquet_keytools.encryption.file_encryption import authenticate_opened
+from parquet_keytools.encryption.file_encryption import authenticate_columns
 from parquet_keytools.encryption.footer import Footer, FooterEnvelope, read_envelope
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption, FooterMode
 from parquet_keytools.encryption.stated_algorithm import check_stated_algorithm
@@ -137,7 +137,7 @@ def check_data_file(source: ByteSource, key: StandardKeyMetadata, name: str) -> 
     """Decrypt and check every module of a Parquet file."""
     footer, _ = _open_footer(source, key, name)
     with naming_place(_named(name), footer.columns):
-        authenticate_opened(source, footer, {})
+        authenticate_columns(source, footer, {})
 
 
 def _named(name: str) -> FileLocation:

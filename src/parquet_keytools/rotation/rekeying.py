@@ -67,7 +67,7 @@ def check_new_file(
             cipher = footer.cipher_of(column, deks.get(column.path))
             for row_group_ordinal in range(len(footer.row_groups)):
                 footer.chunk_metadata(row_group_ordinal, column, cipher)
-        file_encryption.authenticate_opened(written, footer, deks)
+        file_encryption.authenticate_columns(written, footer, deks)
     return footer, deks
 
 

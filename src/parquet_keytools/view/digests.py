@@ -15,6 +15,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -85,21 +86,19 @@ class DigestKind:
 
 def leaf_chains(schema: Sequence[SchemaElement]) -> list[list[SchemaElement]]:
     """Return the elements that lead to each leaf, from the top-level column to the leaf."""
-    chains: list[list[SchemaElement]] = []
-    above: list[SchemaElement] = []
-    waiting: list[int] = []
-    for element in schema[1:]:
-        while waiting and waiting[-1] == 0:
-            waiting.pop()
-            above.pop()
-        if waiting:
-            waiting[-1] -= 1
+    elements = iter(schema)
+    return list(_chains(elements, next(elements).num_children or 0, []))
+
+
+def _chains(
+    elements: Iterator[SchemaElement], children: int, above: list[SchemaElement]
+) -> Iterator[list[SchemaElement]]:
+    for element in islice(elements, children):
+        chain = [*above, element]
         if element.num_children:
-            above.append(element)
-            waiting.append(element.num_children)
+            yield from _chains(elements, element.num_children, chain)
         elif element.type is not None:
-            chains.append([*above, element])
-    return chains
+            yield chain
 
 
 def repetition(element: SchemaElement) -> int:

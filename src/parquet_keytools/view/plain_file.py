@@ -157,27 +157,27 @@ class _TailBuilder:
         kinds = {c.ordinal: digest_kind(chains[c.ordinal][-1]) for c in footer.columns if c.path in digested}
         if kinds and key_values is not None and (arrow_schema := key_values.get(ARROW_SCHEMA_KEY)) is not None:
             key_values[ARROW_SCHEMA_KEY] = digest_arrow_schema(arrow_schema, footer.leaves, kinds)
-        self.selection = selected_footer(
-            footer.metadata, footer.leaves, columns, None, key_values, shows_all=not self._denied
+        self._metadata, self._column_ordinals = selected_footer(
+            footer.metadata, footer.leaves, columns, key_values, shows_all=not self._denied
         )
         if kinds:
-            self.selection.metadata.schema = digest_schema(self.selection.metadata.schema, kinds)
+            self._metadata.schema = digest_schema(self._metadata.schema, kinds)
         self._is_digested = bool(kinds)
         self._refused_positions = {
             position
-            for position, ordinal in enumerate(self.selection.column_ordinals)
+            for position, ordinal in enumerate(self._column_ordinals)
             if footer.columns[ordinal].path in self.refused
         }
 
     @functools.cached_property
     def _types(self) -> list[int]:
         # Only needed for refused columns: otherwise the schema is not parsed.
-        metadata = self.selection.metadata if self._is_digested else self._opened.footer.metadata
+        metadata = self._metadata if self._is_digested else self._opened.footer.metadata
         return [element.type or 0 for element in metadata.schema[1:] if element.type is not None]
 
     def tail(self, chunks: Sequence[Sequence[ColumnMetaData | None]]) -> PlainTail:
         """Return the end of the view, which without digests is as long as the file: zeros fill the difference."""
-        opened, metadata = self._opened, self.selection.metadata
+        opened, metadata = self._opened, self._metadata
         metadata.row_groups = [
             self._row_group(ordinal, row_group, all_metadata)
             for ordinal, (row_group, all_metadata) in enumerate(zip(opened.footer.row_groups, chunks, strict=True))
@@ -200,14 +200,14 @@ class _TailBuilder:
         new: RowGroup = row_group.shallow_copy()
         new.columns = columns = [
             self._chunk(row_group_ordinal, ordinal, row_group.num_rows, all_metadata[ordinal])
-            for ordinal in self.selection.column_ordinals
+            for ordinal in self._column_ordinals
         ]
         if not self._denied:
             return new
         if self.nulls or self._opened.digests is not None:
             selected_sorting_columns(new.struct, [])
         elif len(columns) < len(all_metadata):
-            selected_sorting_columns(new.struct, self.selection.column_ordinals)
+            selected_sorting_columns(new.struct, self._column_ordinals)
         described = [chunk.meta_data for chunk in columns if chunk.meta_data is not None]
         new.total_byte_size = sum(metadata.total_uncompressed_size for metadata in described)
         if new.total_compressed_size is not None:
@@ -255,7 +255,7 @@ class _TailBuilder:
 
     def _schema(self) -> list[SchemaElement]:
         """Return the schema in which columns that are made null may be null."""
-        schema = list(self.selection.metadata.schema)
+        schema = list(self._metadata.schema)
         top_level = {id(chain[0]) for chain in leaf_chains(schema)}
         for position, element in enumerate(schema):
             if id(element) in top_level and element.name in self._null_names and repetition(element) == _REQUIRED:

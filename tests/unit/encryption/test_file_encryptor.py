@@ -18,7 +18,7 @@ from soak import SOAK
 
 from parquet_keytools.encryption import aad
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
-from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, decrypt_opened, encrypt_source
+from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption, decrypt_columns, encrypt_source
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher, ModuleCipher
 from parquet_keytools.encryption.page_walk import walk_chunk
@@ -34,8 +34,6 @@ from parquet_keytools.errors import (
     NotEncryptedError,
     ParquetFormatError,
 )
-from parquet_keytools.format.file_layout import leaf_columns
-from parquet_keytools.format.partial_footers import selected_footer, selected_sorting_columns
 from parquet_keytools.format.structs import (
     ColumnChunk,
     ColumnMetaData,
@@ -578,76 +576,21 @@ def test_chunks_out_of_order_with_gaps_between_them_are_put_together() -> None:
     assert all(chunk.file_offset == 0 for chunk in read_footer(MemorySource(back), None).chunks[0])
 
 
-# --- Some columns and row groups ---------------------------------------------------------------------------
+# --- Some row groups ---
 
 
-@pytest.fixture(scope="module")
-def partly() -> tuple[bytes, NamedKeys, pa.Table]:
+def test_only_the_row_groups_wanted_are_decrypted() -> None:
     table, keys = _table(), NamedKeys()
-    columns = {("city",): ColumnKey(keys.new(b"kc"), b"kc"), ("struct", "x"): ColumnKey(keys.new(b"ks"), b"ks")}
-    data = _written(table, row_group_size=250, write_page_index=True, compression="none")
-    return encrypted(data, FileEncryption(keys.new(b"kf"), b"kf", columns)), keys, table
-
-
-def test_only_the_row_groups_wanted_are_decrypted(partly: tuple[bytes, NamedKeys, pa.Table]) -> None:
-    data, keys, table = partly
+    written = _written(table, row_group_size=250, write_page_index=True, compression="none")
+    data = encrypted(written, FileEncryption(keys.new(b"kf"), b"kf"))
     footer = read_footer(MemorySource(data), keys)
     source, sink = MemorySource(data), MemorySink(takes_any_order=False)
-    deks = {("struct", "x"): keys.deks[b"ks"], ("city",): keys.deks[b"kc"]}
-    decrypt_opened(source, sink, footer, deks, row_group_ordinals=[2, 0])
+    decrypt_columns(source, sink, footer, {}, row_group_ordinals=[2, 0])
     read = pq.read_table(io.BytesIO(sink.contents()))
     assert read.equals(pa.concat_tables([table.slice(500, 250), table.slice(0, 250)]))
-    # Nothing of other row groups was touched.
+    assert read.schema.metadata == {b"owner": b"tests"}
+    # Nothing of the other row groups was touched.
     unwanted = footer.chunks[1][0].meta_data
     assert unwanted is not None
     start, end = unwanted.data_page_offset, unwanted.data_page_offset + unwanted.total_compressed_size
     assert all(offset + length <= start or offset >= end for offset, length in source.reads)
-
-
-def test_a_selected_footer_has_whole_columns_and_other_key_values(
-    partly: tuple[bytes, NamedKeys, pa.Table],
-) -> None:
-    data, keys, _ = partly
-    footer = read_footer(MemorySource(data), keys)
-    wanted, key_values = {("struct", "y", "z"), ("a.b",)}, {"owner": None, "new": "value"}
-    selection = selected_footer(footer.metadata, footer.leaves, wanted, None, key_values)
-    kept = [footer.leaves[ordinal].path[0] for ordinal in selection.column_ordinals]
-    assert set(kept) == {"a.b", "struct"} and kept.count("struct") > 1
-    assert leaf_columns(selection.metadata.schema)[0].path == ("a.b",)
-    assert len(leaf_columns(selection.metadata.schema)) == len(kept)
-    # Arrow's schema described all columns.
-    entries = selection.metadata.key_value_metadata or []
-    assert [(entry.key, entry.value) for entry in entries] == [("new", "value")]
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"columns": {("nope",)}}, "no columns 'nope'"),
-        ({"row_group_ordinals": [4]}, "row groups"),
-        ({"row_group_ordinals": [-1]}, "row groups"),
-        ({"row_group_ordinals": [1, 1]}, "row groups"),
-    ],
-)
-def test_what_is_not_there_cannot_be_selected(
-    partly: tuple[bytes, NamedKeys, pa.Table], options: dict[str, Any], reason: str
-) -> None:
-    data, keys, _ = partly
-    footer = read_footer(MemorySource(data), keys)
-    selected = {"columns": None, "row_group_ordinals": None} | options
-    with pytest.raises(ParquetFormatError, match=reason):
-        selected_footer(footer.metadata, footer.leaves, key_values=None, **selected)
-
-
-def test_sorting_columns_follow_the_selection() -> None:
-    keys = NamedKeys()
-    table = pa.table({"a": [1, 2], "b": [1, 2], "c": [1, 2]})
-    sorting = [pq.SortingColumn(2), pq.SortingColumn(0)]
-    data = encrypted(_written(table, sorting_columns=sorting), FileEncryption(keys.new(b"kf"), b"kf"))
-    footer = read_footer(MemorySource(data), keys)
-    for columns, expected in (({("b",), ("c",)}, [1]), ({("a",)}, []), ({("a",), ("c",)}, [1, 0])):
-        selection = selected_footer(footer.metadata, footer.leaves, columns, None, None)
-        row_group = footer.row_groups[0].struct.copy()
-        selected_sorting_columns(row_group, selection.column_ordinals)
-        kept = row_group.entry(4)
-        assert ([] if kept is None else [element.entry(1)[1] for element in kept[1].elements]) == expected

@@ -16,7 +16,7 @@ from parquet_keytools.encryption.file_encryption import (
     FileEncryption,
     KeyChoice,
     column_deks,
-    decrypt_opened,
+    decrypt_columns,
 )
 from parquet_keytools.encryption.footer import Footer, read_footer
 from parquet_keytools.encryption.module_cipher import ChunkCipher
@@ -134,7 +134,7 @@ def test_gcm_that_is_called_ctr_is_refused(name: str, choice: str) -> None:
     with pytest.raises(
         DecryptionError, match=r"is encrypted with AES-GCM.* states AES_GCM_CTR_V1.*restore"
     ) as caught:
-        decrypt_opened(source, sink, footer, {})
+        decrypt_columns(source, sink, footer, {})
     assert sink.reserved_bytes is None  # Not a byte was written.
     assert caught.value.row_group_ordinal == 0
     assert caught.value.column_ordinal == (1 if choice == "first column plaintext" else 0)
