@@ -225,21 +225,20 @@ class TestAwsKmsOverMoto(SecondForm, KmsClientContract):
         self.client.rotate_key_on_demand(KeyId=master_key_id)
 
 
-def test_a_role_is_assumed(moto_url: str) -> None:
-    arn = moto_client(moto_url).create_key()["KeyMetadata"]["Arn"]
+def test_a_role_is_assumed(fake: FakeKms, url: str, moto_url: str) -> None:
+    arn = fake.add_key().arn
     role = {
         "role_arn": f"arn:aws:iam::{MOTO_ACCOUNT}:role/flights-writer",
         "external_id": SERVED_SECRET,
         "endpoint_url": moto_url,
     }
-    seen: list[str] = []
-    with AwsKms(settings(moto_url, session_token=None, assume_role=role)) as kms:
+    with AwsKms(settings(url, session_token=None, assume_role=role)) as kms:
         wrapped_key = wrap_one(kms, CANARY, arn)
-        client = kms._connection._clients.get()
-        client.meta.events.register("before-send.kms", lambda request, **_: seen.append(str(request.headers)))
         assert unwrap_one(kms, wrapped_key, arn) == CANARY
         assert kms._principal() == f"arn:aws:iam::{MOTO_ACCOUNT}:role/flights-writer/parquet-keytools"
-    assert "AKIAEXAMPLE" not in seen[0] and "X-Amz-Security-Token" in seen[0]
+    assert len(fake.authorizations) == 2
+    for authorization in fake.authorizations:
+        assert "AKIAEXAMPLE" not in authorization and "x-amz-security-token" in authorization
     assert SERVED_SECRET not in repr(kms.limits)
 
 
@@ -914,9 +913,18 @@ def test_a_ca_bundle_that_is_of_no_use(
 
 def test_an_endpoint_of_the_environment_is_not_taken_for_fips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", "https://kms.example.com")
-    with AwsKms(settings("", endpoint_url=None, use_fips_endpoint=True)) as kms:
-        client = kms._connection._clients.get()
-        assert client.meta.endpoint_url == f"https://kms-fips.{REGION}.amazonaws.com"
+    urls: list[str] = []
+
+    def unreachable(request: Any, **_: object) -> None:
+        urls.append(request.url)
+        raise ConnectionRefusedError
+
+    session = boto3.Session("AKIAEXAMPLE", SECRET_KEY)
+    session.events.register("before-send.kms", unreachable)
+    fips = AwsSettings(region=REGION, use_fips_endpoint=True, max_tries=1)
+    with AwsKms(fips, session=session) as kms, pytest.raises(KmsUnavailableError):
+        wrap_one(kms, CANARY, "alias/one")
+    assert urls == [f"https://kms-fips.{REGION}.amazonaws.com/"]
 
 
 def test_an_endpoint_of_the_environment_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1110,30 +1118,28 @@ def test_a_file_under_the_key_of_somebody_else_is_refused(fake: FakeKms, url: st
     flights = pa.table({"tailnum": ["N14228"]})
     path = tmp_path / "flights.parquet"
 
-    def tools(footer_key: str) -> Keytools:
+    def tools(kms: AwsKms, footer_key: str) -> Keytools:
         return Keytools.from_mapping(
             {
                 "version": 1,
-                "kms": settings(url).model_dump(mode="json", exclude_none=True)
-                | {"secret_access_key": SECRET_KEY, "session_token": SESSION_TOKEN},
                 "master_keys": {"footer": footer_key},
                 "tables": {"flights": {"footer_key": "footer", "unlisted_columns": "footer_key"}},
-            }
+            },
+            kms=kms,
         )
 
-    with tools(theirs.arn) as attacker:
+    with AwsKms(settings(url)) as kms, tools(kms, theirs.arn) as attacker:
         attacker.write_table(flights, path)
     fake.log.clear()
-    with tools(ours.arn) as reader:
+    with AwsKms(settings(url)) as kms, tools(kms, ours.arn) as reader:
         with pytest.raises(TableMismatchError, match="the footer is under the master key 'arn:aws:kms:"):
             reader.read_table(path)
-        assert reader._keys.kms is not None
         with pytest.raises(MasterKeyNotTrustedError, match="master_keys"):
             # What compares no file with a table stops there.
-            unwrap_one(reader._keys.kms, "QUJD", theirs.arn)
+            unwrap_one(kms, "QUJD", theirs.arn)
         with pytest.raises(MasterKeyNotTrustedError):
             # Nor are their keys rewrapped with ours: that would make the file a true one.
-            rewrap_one(reader._keys.kms, "QUJD", theirs.arn, ours.arn)
+            rewrap_one(kms, "QUJD", theirs.arn, ours.arn)
     assert not fake.log
 
 

@@ -423,14 +423,14 @@ def test_throttled_for_a_while(server: FakeGcpKms) -> None:
     assert all(isinstance(outcome, str) for outcome in outcomes), outcomes
 
 
-def test_it_waits_as_long_as_cloud_kms_asks(server: FakeGcpKms, kms: GcpKms) -> None:
+def test_it_waits_as_long_as_cloud_kms_asks(server: FakeGcpKms) -> None:
     clock = VirtualTime()
-    kms._time = clock.source()
-    server.fail("RESOURCE_EXHAUSTED", retry_info(1.25), times=1)
-    wrap_one(kms, CANARY, "one")
-    assert sum(clock.slept) == 1.25
-    server.fail("RESOURCE_EXHAUSTED", retry_info(3600))
-    error = failure(lambda: wrap_one(kms, CANARY, "one"))
+    with GcpKms(settings(server.endpoint), time_source=clock.source()) as kms:
+        server.fail("RESOURCE_EXHAUSTED", retry_info(1.25), times=1)
+        wrap_one(kms, CANARY, "one")
+        assert sum(clock.slept) == 1.25
+        server.fail("RESOURCE_EXHAUSTED", retry_info(3600))
+        error = failure(lambda: wrap_one(kms, CANARY, "one"))
     assert sum(clock.slept) == 1.25
     assert isinstance(error, KmsThrottledError) and error.retry_after_seconds == 3600
 
@@ -459,9 +459,8 @@ def test_a_connection_cut_in_the_middle(server: FakeGcpKms) -> None:
         assert proxy.connections >= 4
         proxy.close()
         server.stop()
-        clock = VirtualTime()
-        kms.close()
-        kms._time = clock.source()
+    clock = VirtualTime()
+    with GcpKms(settings(proxy.endpoint, max_tries=10), time_source=clock.source()) as kms:
         error = failure(lambda: wrap_one(kms, CANARY, "one"))
         assert isinstance(error, KmsUnavailableError)
         assert sum(clock.slept) < QUICK["timeout_seconds"]
@@ -990,9 +989,10 @@ def test_tls_and_a_service_account(tmp_path: Path, host: str, trusted: bool, exp
 
 def test_who_we_are(server: FakeGcpKms, tmp_path: Path) -> None:
     path = service_account_file(tmp_path)
-    kms = GcpKms(settings(server.endpoint, insecure=False, credentials_file=path))
+    kms = GcpKms(settings(server.endpoint, insecure=False, credentials_file=path, max_tries=1))
     assert kms._principal() == "application default credentials"
-    kms._connections.get()
+    with pytest.raises(KmsUnavailableError):  # the server has no TLS
+        wrap_one(kms, CANARY, "one")
     assert kms._principal() == "writer@test-project.iam.gserviceaccount.com"
     kms.close()
     other = {"credentials_file": path, "impersonate_service_account": "reader@test-project.example"}

@@ -1,6 +1,8 @@
+import gc
 import os
 import random
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -98,12 +100,25 @@ def test_lifetime_zero_keeps_nothing(cache: KekCache[str, str], load: Loader) ->
     assert len(load.calls) == 3
 
 
-def test_what_has_expired_is_forgotten(cache: KekCache[str, str], load: Loader, clock: TurnedClock) -> None:
+class Kek:
+    """A key that can be looked for in memory."""
+
+
+def test_what_has_expired_is_forgotten(clock: TurnedClock) -> None:
     """Keys that nobody may use must not stay in memory, nor fill it."""
+    cache: KekCache[str, Kek] = KekCache(clock)
+    in_memory: weakref.WeakSet[Kek] = weakref.WeakSet()
+
+    def load(keys: list[str]) -> list[Kek | KmsError]:
+        loaded = [Kek() for _ in keys]
+        in_memory.update(loaded)
+        return [*loaded]
+
     for number in range(100):
-        cache.get_many([f"key {number}"], load, 10)
+        assert len(cache.get_many([f"key {number}"], load, 10)) == 1
         clock.seconds += 10
-    assert len(cache._entries) <= 2
+    gc.collect()
+    assert len(in_memory) <= 2
 
 
 def test_clear(cache: KekCache[str, str], load: Loader) -> None:

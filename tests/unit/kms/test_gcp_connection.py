@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,32 +227,34 @@ def test_without_time_no_token_is_asked_for(clock: TurnedClock) -> None:
         tokens.headers("https://kms.example/", 0)
 
 
-class Lock:
-    """A lock that others hold, or nobody does, and that tells how long it was waited for."""
-
-    def __init__(self, *, is_free: bool) -> None:
-        self.is_free = is_free
-        self.held = False
-        self.waits: list[float] = []
-
-    @contextlib.contextmanager
-    def held_within(self, seconds: float) -> Iterator[None]:
-        self.waits.append(seconds)
-        if not self.is_free:
-            raise TimeoutError
-        self.held = True
-        yield
-        self.held = False
-
-
 def test_others_who_get_a_token_are_waited_for_no_longer_than_a_call_lasts() -> None:
-    tokens, lock = TokenSource(Renewed(), lambda **_: pytest.fail("it was asked for")), Lock(is_free=False)
-    tokens._lock = lock  # type: ignore[assignment]
-    with pytest.raises(TransportError):
-        tokens.headers("https://kms.example/", 3)
-    with pytest.raises(TransportError):
-        tokens.refused((), 2)
-    assert lock.waits == [3, 2]
+    asked, answered = threading.Event(), threading.Event()
+    requests: list[object] = []
+
+    def slow(**given: object) -> str:
+        requests.append(given)
+        asked.set()
+        assert answered.wait(60)
+        return "one"
+
+    tokens = TokenSource(Renewed(), slow)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(tokens.headers, "https://kms.example/", 100)
+        assert asked.wait(60)
+        try:
+            calls: dict[float, Callable[[], object]] = {
+                0.3: lambda: tokens.headers("https://kms.example/", 0.3),
+                0.2: lambda: tokens.refused((), 0.2),
+            }
+            for seconds, call in calls.items():
+                started = time.monotonic()
+                with pytest.raises(TransportError):
+                    call()
+                assert seconds <= time.monotonic() - started < 30
+        finally:
+            answered.set()
+        assert first.result() == [("authorization", "Bearer one")]
+    assert len(requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -257,11 +262,17 @@ def test_others_who_get_a_token_are_waited_for_no_longer_than_a_call_lasts() -> 
 )
 def test_what_will_expire_soon_is_not_fresh(state: TokenState, fresh: bool) -> None:
     credentials = Renewed()
-    assert isinstance(TokenSource(credentials)._request, Request)
     credentials.token_state = state
     assert TokenSource(credentials).is_fresh is fresh
     assert GcpConnection(object(), TokenSource(credentials)).is_ready is fresh
     assert GcpConnection(object(), None).is_ready
+
+
+def test_tokens_are_asked_for_with_the_library_of_google(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(Request, "__call__", lambda _, url, **given: asked.append(url) or "one")
+    assert TokenSource(Renewed()).headers("https://kms.example/", 5) == [("authorization", "Bearer one")]
+    assert asked == ["https://token.example"]
 
 
 def test_a_refused_token_is_dropped_and_not_with_each_call(clock: TurnedClock) -> None:
@@ -317,12 +328,21 @@ def test_a_call_is_sent_once_within_its_time(clock: TurnedClock) -> None:
 def test_a_call_whose_token_is_refused_is_sent_again_in_what_is_left(clock: TurnedClock) -> None:
     client = Client(Unauthenticated("no"), "answer", clock=clock)
     numbers = iter("12")
-    tokens, lock = TokenSource(Renewed(), lambda **_: next(numbers)), Lock(is_free=True)
-    tokens._lock = lock  # type: ignore[assignment]
-    connection = GcpConnection(client, tokens)
+    waits: list[float] = []
+
+    class Tokens(TokenSource):
+        def headers(self, url: str, seconds: float) -> list[tuple[str, str]]:
+            waits.append(seconds)
+            return super().headers(url, seconds)
+
+        def refused(self, headers: Sequence[tuple[str, str]], seconds: float) -> bool:
+            waits.append(seconds)
+            return super().refused(headers, seconds)
+
+    connection = GcpConnection(client, Tokens(Renewed(), lambda **_: next(numbers)))
     assert connection.call("encrypt", "request", 7) == "answer"
     sent = [(given["timeout"], dict(given["metadata"])["authorization"]) for given in client.asked]
-    assert sent == [(7, "Bearer 1"), (5, "Bearer 2")] and lock.waits == [7, 5, 5]
+    assert sent == [(7, "Bearer 1"), (5, "Bearer 2")] and waits == [7, 5, 5]
 
 
 def test_the_libraries_are_silent_while_tokens_and_keys_pass(
@@ -330,7 +350,19 @@ def test_the_libraries_are_silent_while_tokens_and_keys_pass(
 ) -> None:
     """And no process is forked while gRPC is at work."""
     silent: list[bool] = []
-    gate = CallGate()
+
+    class Gate(CallGate):
+        calls = 0
+
+        def __enter__(self) -> None:
+            super().__enter__()
+            self.calls += 1
+
+        def __exit__(self, *error: object) -> None:
+            self.calls -= 1
+            super().__exit__(*error)
+
+    gate = Gate()
 
     @contextlib.contextmanager
     def silenced() -> Iterator[None]:
@@ -343,7 +375,7 @@ def test_the_libraries_are_silent_while_tokens_and_keys_pass(
     seen: list[tuple[str, bool, int]] = []
 
     def see(what: str, answer: Any) -> Any:
-        seen.append((what, bool(silent), gate._calls))
+        seen.append((what, bool(silent), gate.calls))
         return answer
 
     monkeypatch.setattr(google.auth, "default", lambda **_: see("credentials", (Renewed(), None)))
@@ -354,7 +386,7 @@ def test_the_libraries_are_silent_while_tokens_and_keys_pass(
     channel = grpc.insecure_channel
     monkeypatch.setattr(grpc, "insecure_channel", lambda *given: see("channel", channel(*given)))
     open_client("127.0.0.1:1", insecure=True).transport.close()
-    assert seen[3:] == [("channel", False, 1)] and not gate._calls
+    assert seen[3:] == [("channel", False, 1)] and not gate.calls
 
 
 def test_a_call_ends_after_two_refused_tokens(clock: TurnedClock) -> None:

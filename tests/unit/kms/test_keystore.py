@@ -892,7 +892,9 @@ def test_settings(path: Path) -> None:
         assert PASSPHRASE not in repr(settings) + settings.model_dump_json()
         kms = KeystoreKms.from_settings(settings, folder)
         assert unwrap_one(kms, wrap_one(kms, KEY, "a"), "a") == KEY
-        assert PASSPHRASE not in repr(vars(kms._keystore))
+        keystore = Keystore(*settings.located(folder))
+        keystore.open()
+        assert PASSPHRASE not in repr(vars(keystore)) + repr(vars(kms))
 
 
 @pytest.mark.parametrize(

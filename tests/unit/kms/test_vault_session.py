@@ -101,6 +101,14 @@ def make(tmp_path: Path) -> Callable[..., Made]:
     return made
 
 
+def test_no_repr_shows_the_token(make: Callable[..., Made]) -> None:
+    session, server, _ = make()
+    server.token = "CANARY-{}"
+    held = session.token(FOREVER)
+    assert held.value.get_secret_value() == "CANARY-1"
+    assert "CANARY" not in repr(held) + repr(session) + repr(vars(session))
+
+
 def test_a_login_is_renewed_after_two_thirds_of_its_life(make: Callable[..., Made]) -> None:
     session, server, clock = make()
     assert session.principal == "approle"
