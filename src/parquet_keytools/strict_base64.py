@@ -26,3 +26,11 @@ def decode(text: str) -> bytes:
     if data is None or encode(data) != text:
         raise ValueError("not valid base64")
     return data
+
+
+def decode_or_empty(text: str) -> bytes:
+    """Return the bytes of a text that `encode` made, or no bytes for any other text."""
+    try:
+        return decode(text)
+    except ValueError:
+        return b""

@@ -28,11 +28,7 @@ def wrap_by(cipher: AESGCM, key: SecretBytes, aad: bytes) -> str:
 
 def unwrap_key(wrapping_key: SecretBytes, wrapped_key: str, aad: bytes) -> SecretBytes:
     """Return the key that `wrap_key` wrapped; raise `InvalidTag` for any other text."""
-    try:
-        data = strict_base64.decode(wrapped_key)
-    except ValueError:
-        data = b""
-    return unwrap_bytes(AESGCM(wrapping_key.reveal()), data, aad)
+    return unwrap_bytes(AESGCM(wrapping_key.reveal()), strict_base64.decode_or_empty(wrapped_key), aad)
 
 
 def unwrap_bytes(cipher: AESGCM, data: bytes, aad: bytes) -> SecretBytes:

@@ -581,10 +581,7 @@ def _is_permitted(error: ClientError) -> bool:
 
 
 def _blob_in(wrapped_key: str) -> bytes:
-    try:
-        blob = strict_base64.decode(wrapped_key)
-    except ValueError:
-        blob = b""
+    blob = strict_base64.decode_or_empty(wrapped_key)
     if not 0 < len(blob) <= _MAX_BLOB_LENGTH:
         raise WrappedKeyInvalidError("it was not made by AWS KMS")
     return blob

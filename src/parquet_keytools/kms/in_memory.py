@@ -36,10 +36,7 @@ KeyBytes = SecretBytes | bytes
 
 
 def _decode_master_key(text: SecretStr) -> SecretBytes:
-    try:
-        key = SecretBytes(strict_base64.decode(text.get_secret_value()))
-    except ValueError:
-        key = SecretBytes(b"")
+    key = SecretBytes(strict_base64.decode_or_empty(text.get_secret_value()))
     if len(key) not in KEY_LENGTHS_BYTES:
         raise ValueError("a master key is base64 of 16, 24 or 32 bytes")
     return key

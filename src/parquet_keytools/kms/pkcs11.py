@@ -362,9 +362,7 @@ class Pkcs11Kms(RemoteKmsClient):
         self, session: pkcs11.Session, versions: dict[int, KeyVersion], request: UnwrapRequest
     ) -> SecretBytes:
         parts = _WRAPPED_KEY.fullmatch(request.wrapped_key)
-        data = b""
-        with suppress(ValueError):
-            data = strict_base64.decode(parts[3]) if parts else b""
+        data = strict_base64.decode_or_empty(parts[3]) if parts else b""
         if not parts or len(data) - _ADDED_BYTES[parts[2]] not in (16, 24, 32):
             raise WrappedKeyInvalidError("it was not made by a client of PKCS#11")
         key = versions.get(int(parts[1]))

@@ -562,10 +562,8 @@ def _answer_in(name: str, request: WrapRequest | UnwrapRequest | RewrapRequest, 
         unknown = Meaning(KmsResponseInvalidError, "it refused for an unknown reason")
         return (meaning_of_texts([text]) or unknown).error()
     if name == "unwrap":
-        text, data = result.get("plaintext"), b""
-        with contextlib.suppress(ValueError):
-            data = strict_base64.decode(text) if isinstance(text, str) else b""
-        return checked_key(data)
+        text = result.get("plaintext")
+        return checked_key(strict_base64.decode_or_empty(text) if isinstance(text, str) else b"")
     parts = _parts_of(result.get("ciphertext"))
     if parts is None:
         raise KmsResponseInvalidError("the KMS returned an invalid wrapped key")
