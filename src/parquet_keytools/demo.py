@@ -1,6 +1,6 @@
 """The demo: encrypt 336,776 flights, read them back, lose access to a key, and rotate a key.
 
-`parquet-keytools demo` and `python -m parquet_keytools.demo FOLDER` run this script.
+`parquet-keytools demo` runs this script.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-import sys
 import time
 import zipfile
 from importlib import resources
@@ -164,7 +163,3 @@ def expect_equal(found: pa.Table, expected: pa.Table) -> None:
     """Raise an error if the columns differ from the columns that were written."""
     if not found.equals(expected):
         raise RuntimeError("the columns that were read differ from the columns that were written")
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1] if sys.argv[1:] else "demo"))

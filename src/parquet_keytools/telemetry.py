@@ -60,20 +60,20 @@ class Span:
         self._name = name
         self._attributes = attributes
         self._span: Any = None
-        self._active: Any = None
+        self._context: Any = None
 
     def __enter__(self) -> Self:
         instruments = instruments_of_process()
         if instruments is not None:
             with contextlib.suppress(Exception):
-                self._span = instruments.tracer.start_span(
+                self._context = instruments.tracer.start_as_current_span(
                     f"{NAME}.{self._name}",
                     attributes=_named(self._attributes),
                     # A recorded exception includes its text and traceback.
                     record_exception=False,
                     set_status_on_exception=False,
                 )
-                self._active = instruments.activate(self._span)
+                self._span = self._context.__enter__()
         return self
 
     def note(self, **attributes: str | int | float | bool) -> None:
@@ -103,10 +103,9 @@ class Span:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.failed(kind.__name__)
-        if self._active is not None:
+        if self._context is not None:
             with contextlib.suppress(Exception):
-                self._active()
-        self._change(lambda span: span.end())
+                self._context.__exit__(None, None, None)
 
 
 def use_providers(meter_provider: Any = None, tracer_provider: Any = None) -> None:
@@ -119,9 +118,8 @@ class _Instruments:
     """The tracer and the meter's instruments."""
 
     def __init__(self, meter_provider: Any, tracer_provider: Any) -> None:
-        from opentelemetry import context, metrics, trace
+        from opentelemetry import metrics, trace
 
-        self._context, self._trace = context, trace
         meter = metrics.get_meter(NAME, meter_provider=meter_provider)
         self.tracer = trace.get_tracer(NAME, tracer_provider=tracer_provider)
         self.of: dict[str, Any] = {}
@@ -134,11 +132,6 @@ class _Instruments:
                 description=description,
                 explicit_bucket_boundaries_advisory=boundaries,
             )
-
-    def activate(self, span: Any) -> Any:
-        """Make a span the current span, and return a function that undoes this."""
-        token = self._context.attach(self._trace.set_span_in_context(span))
-        return lambda: self._context.detach(token)
 
 
 _NOT_MADE: Any = object()

@@ -258,8 +258,6 @@ def inspect_command(
     Options:
         --config FILE or $PARQUET_KEYTOOLS_CONFIG: The YAML configuration: its keys open what is encrypted.
     """
-    if table is not None and config is None:
-        raise typer.BadParameter("--table needs --config.")
     shown = _inspect(file, config, table, aad_prefix)
     if out.json_wanted():
         from parquet_keytools.conformance.report import document_of
@@ -283,10 +281,8 @@ def _inspect(file: str, config: Path | None, table: str | None, aad_prefix: str 
             "shows the master keys that they need.",
             param_hint="FILE",
         )
-    if config is not None:
-        from parquet_keytools.keytools import Keytools
-
-        with Keytools.from_yaml(config) as keytools:
+    with opt.reading_keytools(config, table) as keytools:
+        if keytools is not None:
             return keytools.inspect_file(opt.location_of(file, "FILE"), table_name=table, aad_prefix=aad_prefix)
     from parquet_keytools.conformance.inspection import inspect_source
     from parquet_keytools.encryption.aad import ExpectedAadPrefix

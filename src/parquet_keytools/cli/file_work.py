@@ -103,25 +103,16 @@ class _Work:
             target_filesystem=first and first.target.filesystem,
             overwrite=overwrite,
         )
-        # By the identity of the file in the plan.
-        self._outcomes: dict[int, FileResult | Exception] = {}
+        self.results: list[FileResult] = []
+        self.failures: list[tuple[PlannedFile, Exception]] = []
+        # The files of the plan that have neither a result nor a failure, by their identity.
+        self._left = {id(file): file for file in plan.files}
         self._done_bytes = 0
         self._is_stopped = False
 
-    def _planned(self) -> Iterator[tuple[PlannedFile, FileResult | Exception | None]]:
-        return ((file, self._outcomes.get(id(file))) for file in self.plan.files)
-
-    @property
-    def results(self) -> list[FileResult]:
-        return [outcome for _, outcome in self._planned() if isinstance(outcome, FileResult)]
-
-    @property
-    def failures(self) -> list[tuple[PlannedFile, Exception]]:
-        return [(file, outcome) for file, outcome in self._planned() if isinstance(outcome, Exception)]
-
     @property
     def not_attempted(self) -> list[PlannedFile]:
-        return [file for file, outcome in self._planned() if outcome is None]
+        return list(self._left.values())
 
     def run(self) -> None:
         first, rest = self.plan.files[:1], self.plan.files[1:]
@@ -146,14 +137,17 @@ class _Work:
             is_expected = isinstance(outcome, KeytoolsError | OSError | UnicodeEncodeError | pa.ArrowException)
             if not (is_expected and self.plan.source_is_folder):
                 raise outcome
-            if isinstance(outcome, ConfigurationError | KmsConfigurationError) and not self._outcomes:
+            if isinstance(outcome, ConfigurationError | KmsConfigurationError) and file is self.plan.files[0]:
                 out.say(f"Stopped at the first of {out.number_of(len(self.plan.files), 'file')}, {file.source}.")
                 raise outcome
             if storage_failure(outcome, file.target) or kms_failure(outcome):
                 if self._is_stopped:
                     return
                 self._is_stopped = True
-        self._outcomes[id(file)] = outcome
+            self.failures.append((file, outcome))
+        else:
+            self.results.append(outcome)
+        del self._left[id(file)]
         self._done_bytes += file.size_bytes
         self._progress.move_to(self._done_bytes)
 

@@ -148,7 +148,6 @@ def _audit(located: LocatedTable, *, with_data: bool) -> None:
 
 
 _MOST_CHILDREN = 50
-_MOST_ORPHANS = 50
 
 
 def _table_document(report: TableReport) -> dict[str, Any]:
@@ -289,15 +288,12 @@ def _show_findings(report: TableReport) -> None:
         problems.add(link, f"{link}: {problem}")
     problems.print()
     _show_unneeded(list(encryption.unneeded_keys))
-    orphans = report.orphans or []
-    for orphan in orphans if out.is_verbose() else orphans[:_MOST_ORPHANS]:
-        out.answer(f"orphan: nothing names {orphan}")
-    if orphans:
-        more = 0 if out.is_verbose() else len(orphans) - _MOST_ORPHANS
-        out.answer(
-            (f"And {more:,} more orphans; --verbose lists all. " if more > 0 else "")
-            + "Expired snapshots leave such files, and so do commits that failed or are in progress."
-        )
+    orphans = out.Messages("orphan", out.answer)
+    for orphan in report.orphans or []:
+        orphans.add(orphan, f"{orphan}: nothing names it.")
+    orphans.print()
+    if report.orphans:
+        out.answer("Expired snapshots leave such files, and so do commits that failed or are in progress.")
     shared = sum(link.is_shared for link in report.links.values())
     files = out.number_of(len(report.files), "file")
     snapshots = out.number_of(len(encryption.snapshots), "snapshot")

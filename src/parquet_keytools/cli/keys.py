@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -51,28 +49,23 @@ def keys_command(
         wanted = [wanted_key(keytools, text) for text in fail_if_uses or []]
         tally = _KeysTally(keytools, wanted)
         with out.FilesDocument() as document:
-            try:
-                with out.progress_bar() as progress:
-                    for file in keytools.key_inventory(
-                        location, table_name=table, aad_prefix=aad_prefix, ignore_skipped=ignore_skipped
-                    ):
-                        progress.count(file)
-                        tally.add(file)
-                        document.add(
-                            {
-                                "path": file.path,
-                                "encrypted": None if file.is_unseen else file.is_encrypted,
-                                "keys": [_without_wrapped_key(use) for use in file.uses],
-                                "plaintext_columns": file.plaintext_columns,
-                                "footer_key_columns": file.footer_key_columns,
-                                "all_keys_seen": file.unknown is None,
-                                **out.error_fields(file.unknown),
-                            }
-                        )
-            except FileNotFoundError as error:
-                if len(paths) > 1:
-                    raise
-                raise FileNotFoundError(errno.ENOENT, "no such file or folder", paths[0]) from error
+            with out.progress_bar() as progress:
+                for file in keytools.key_inventory(
+                    location, table_name=table, aad_prefix=aad_prefix, ignore_skipped=ignore_skipped
+                ):
+                    progress.count(file)
+                    tally.add(file)
+                    document.add(
+                        {
+                            "path": file.path,
+                            "encrypted": None if file.is_unseen else file.is_encrypted,
+                            "keys": [_without_wrapped_key(use) for use in file.uses],
+                            "plaintext_columns": file.plaintext_columns,
+                            "footer_key_columns": file.footer_key_columns,
+                            "all_keys_seen": file.unknown is None,
+                            **out.error_fields(file.unknown),
+                        }
+                    )
             document.end(tally.document())
     tally.show()
     status = tally.status
@@ -95,6 +88,8 @@ def hash_key_command(
         --master-key KEY: The master key that wraps the secret. By default, the master key that wraps an
             existing secret.
     """
+    from parquet_keytools.config.document import as_yaml
+
     with opt.open_keytools(config) as keytools:
         is_known = name in keytools.configuration.hash_keys
         made = keytools.wrap_hash_key(name, master_key)
@@ -103,14 +98,7 @@ def hash_key_command(
         if is_known
         else "This is a new secret. Keep it: without it, the same digests cannot be made again."
     )
-    # JSON strings are YAML strings.
-    lines = [
-        "hash_keys:",
-        f"  {json.dumps(name)}:",
-        f"    master_key: {json.dumps(made.master_key)}",
-        f"    wrapped_key: {json.dumps(made.wrapped_key)}",
-    ]
-    out.answer("\n".join(lines))
+    out.answer(as_yaml({"hash_keys": {name: made.model_dump()}}))
 
 
 # --- which keys to look for ---

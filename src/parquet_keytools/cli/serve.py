@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import threading
 from collections.abc import Iterator
@@ -181,12 +180,10 @@ def viewed_tree(keytools: Keytools, path: str, table: str | None) -> tuple[Serve
     from parquet_keytools.errors import NoParquetFilesError
     from parquet_keytools.serve.served_tree import ServedTree
     from parquet_keytools.storage.locations import FileLocation
+    from parquet_keytools.storage.walk import file_or_folder
 
     location = opt.location_of(path, "PATH")
-    kind = location.info().type.name
-    if kind == "NotFound":
-        raise FileNotFoundError(errno.ENOENT, "no such file or folder", path)
-    only = location.name if kind == "File" else None
+    only = location.name if file_or_folder(location).is_file else None
     if only is not None:
         location = FileLocation(location.filesystem, str(PurePosixPath(location.path).parent))
     tree = ServedTree(keytools.view(location, table_name=table), "", folder=location, only=only)

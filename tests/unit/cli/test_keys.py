@@ -185,7 +185,7 @@ def test_mistakes(run, keystore_case, tmp_path: Path) -> None:
         assert f"the master key 'pii' has no version '{version}': its newest is 1." in done.stderr
     done = run("keys", tmp_path / "nowhere", "--config", case.config, "--json")
     assert done.exit_code == 2
-    assert "no such file or folder" in done.stderr
+    assert "there is no file or folder" in done.stderr
     assert done.stdout == ""
     assert run("keys", case.data, "--config", tmp_path / "none.yaml").exit_code == 2
 

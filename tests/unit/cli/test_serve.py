@@ -150,7 +150,7 @@ def test_a_port_that_another_program_has(config: Path, tmp_path: Path, run) -> N
 
 def test_nothing_to_serve(config: Path, tmp_path: Path, run) -> None:
     (tmp_path / "empty").mkdir()
-    assert "no such file or folder" in run("serve", tmp_path / "none", "--config", config).stderr
+    assert "there is no file or folder" in run("serve", tmp_path / "none", "--config", config).stderr
     done = run("serve", tmp_path / "empty", "--config", config)
     assert (done.exit_code, "no Parquet files" in done.stderr) == (1, True)
 
