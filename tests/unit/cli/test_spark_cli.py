@@ -218,7 +218,7 @@ def test_options_of_a_table(settings_of: Callable[..., Result], tmp_path: Path) 
 
 def test_a_table_without_columns_can_be_read(settings_of: Callable[..., Result]) -> None:
     document = json.loads(settings_of("--table", "u", "--json").stdout)
-    assert document["read_options"]["parquet.keytools.aad.prefix"] == "u/{file_name}"
+    assert document["read_options"]["parquet.keytools.table"] == "u"
     assert "table_options" not in document
 
 
