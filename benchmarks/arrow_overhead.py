@@ -31,7 +31,7 @@ MASTER_KEYS = {name: os.urandom(16) for name in ("footer", "first", "second")}
 
 
 class FewLinesKms(pe.KmsClient):
-    """What a user of CryptoFactory would write for a test."""
+    """The client that a user of CryptoFactory would write for a test."""
 
     def __init__(self, config: pe.KmsConnectionConfig) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def keytools_for(columns: list[str]) -> Keytools:
 
 
 def ways(table: pa.Table, folder: Path) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """Return, for each way, how it writes and how it reads the table."""
+    """Return functions that write and read the table, for each way."""
     columns = table.column_names
     keytools = keytools_for(columns)
     factory = pe.CryptoFactory(FewLinesKms)
@@ -102,7 +102,7 @@ def measure(table: pa.Table, rounds: int, folder: Path) -> dict[tuple[str, str],
             for operation, call in zip(("write", "read"), operations, strict=True):
                 start = time.perf_counter()
                 call()
-                if round_number:  # The first warms up.
+                if round_number:  # The first is a warm-up.
                     seconds.setdefault((name, operation), []).append(time.perf_counter() - start)
     return seconds
 

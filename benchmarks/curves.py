@@ -3,9 +3,9 @@
     python benchmarks/curves.py [chunks] [files] [bytes] [--largest 10000] [--cpu] [--folder DIR]
         [--json FILE]
 
-Each point is measured in a process of its own, which also says how much memory it took at most. The slope is that
-of the last two points on logarithmic axes: 1 is proportional, 0 is constant. KMS calls are counted on our side.
-With `--json` the file gets the curves as `benchmarks/figures.json` has them.
+Each point is measured in a separate process, which also reports its peak memory. The slope is the slope
+between the last two points on logarithmic axes: 1 is proportional, 0 is constant. We count the KMS calls.
+With `--json`, the curves are written to the file in the form of `benchmarks/figures.json`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ AXES = {"chunks": "columns x row groups", "files": "files of 20 columns", "bytes
 
 
 def size_of(curve: str, shape: Any) -> int:
-    """Return where a point lies on its axis."""
+    """Return the position of a point on its axis."""
     return shape[0] * shape[1] if curve == "chunks" else int(shape)
 
 
@@ -76,7 +76,7 @@ def prepare(curve: str, shape: Any, folder: Path) -> None:
         keytools.encrypt_file(plain, folder / "ours.parquet")
     Pyarrow(table.column_names).write(table, folder / "pyarrow.parquet", 10 if curve == "chunks" else None)
     if curve == "files":
-        # Links: the files of a data set differ in name only, and take no space. A file may have 65,000 of them.
+        # Links: the files of a data set differ only in name, and take no space. A file may have 65,000 of them.
         for side in ("ours", "pyarrow"):
             for number in range(shape):
                 part = folder / side / f"part={number}"
@@ -84,7 +84,7 @@ def prepare(curve: str, shape: Any, folder: Path) -> None:
                 if number % 10_000 == 0:
                     first = part / "data.parquet"
                     if side == "ours":
-                        # Anew: files with the same keys that are not one file are refused.
+                        # Written again: files with the same keys that are not one file are refused.
                         with keytools_for(table.column_names) as keytools:
                             keytools.encrypt_file(plain, first)
                     else:
@@ -94,7 +94,7 @@ def prepare(curve: str, shape: Any, folder: Path) -> None:
 
 
 def ours(curve: str, work: str, folder: Path, keytools: Keytools) -> Callable[[], object]:
-    """Return what is measured of us."""
+    """Return our figures."""
     if work == "encrypt a file":
         return lambda: keytools.encrypt_file(folder / "plain.parquet", folder / "target.parquet")
     if curve == "files":
@@ -122,31 +122,31 @@ def theirs(curve: str, work: str, folder: Path, pyarrow: Pyarrow) -> Callable[[]
 
 
 def measure_here(curve: str, work: str, side: str, folder: Path, clock: Callable[[], float]) -> dict[str, float]:
-    """Measure a point in this process, which has done nothing else."""
+    """Measure a point in this process, which has done no other work."""
     names = list(pq.read_schema(folder / "plain.parquet").names)
     with keytools_for(names) as keytools:
         call = (
             ours(curve, work, folder, keytools) if side == "ours" else theirs(curve, work, folder, Pyarrow(names))
         )
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = peak_megabytes()
         seconds = seconds_of(call, clock)
         peak = peak_megabytes() - before
         calls = sum(cast(InMemoryKms, keytools.kms).call_counts.values())
         if seconds < 1:
-            # Without what is imported at the first use.
+            # Without imports at the first use.
             seconds = seconds_of(call, clock)
     return {"seconds": seconds, "megabytes": peak, "kms_calls": calls}
 
 
 def peak_megabytes() -> float:
-    """Return the most memory that this process has had."""
+    """Return the peak memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1000
 
 
 def measure(curve: str, work: str, side: str, folder: Path, *, cpu: bool) -> dict[str, float]:
-    """Measure a point in a process of its own."""
+    """Measure a point in a separate process."""
     command = [sys.executable, __file__, "--point", curve, work, side, str(folder), *(["--cpu"] if cpu else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     (folder / "target.parquet").unlink(missing_ok=True)
@@ -206,7 +206,7 @@ def main() -> None:
         curve, work, side, place = arguments.point
         clock = time.process_time if arguments.cpu else time.perf_counter
         print(json.dumps(measure_here(curve, work, side, Path(place), clock)), flush=True)
-        # pyarrow's threads may still hold objects of Python, and abort the process when it ends.
+        # pyarrow's threads may still hold Python objects, and abort the process when it ends.
         os._exit(0)
     if arguments.folder is not None:
         tempfile.tempdir = str(arguments.folder)

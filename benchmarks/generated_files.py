@@ -20,9 +20,9 @@ def write_generated(path: Path, megabytes: int, page_bytes: int = PAGE_BYTES) ->
     """Write a plaintext file.
 
     Args:
-        path: Where.
-        megabytes: Its length, about.
-        page_bytes: Length of its pages, about.
+        path: The file's path.
+        megabytes: Its approximate length.
+        page_bytes: The approximate length of its pages.
     """
     random = np.random.default_rng(0)
     words = pa.array([f"word {number}" for number in range(200)])
@@ -40,7 +40,7 @@ def write_generated(path: Path, megabytes: int, page_bytes: int = PAGE_BYTES) ->
                 compression="none",
                 use_dictionary=["word"],
                 data_page_size=page_bytes,
-                # How often the size of a page is looked at.
+                # The interval at which the page size is checked.
                 write_batch_size=min(1024, max(1, page_bytes // 8)),
             )
         writer.write_table(table, row_group_size=_ROW_GROUP_ROWS)

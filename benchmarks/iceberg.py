@@ -38,7 +38,7 @@ RUNS = 7
 
 
 def flights(rows: int) -> pa.Table:
-    """Return rows as tables have them: some columns repeat, some do not."""
+    """Return rows like those of real tables: some columns repeat, some do not."""
     random = np.random.default_rng(1)
     return pa.table(
         {
@@ -98,7 +98,7 @@ def scans(folder: Path) -> None:
         "scan of two columns": {"selected_fields": ("id", "delay")},
         "scan with a filter": {"row_filter": "delay > 290"},
     }
-    # Opening a file costs its footer, which is decrypted and written anew: small files show it.
+    # Opening a file costs its footer, which is decrypted and rewritten: small files show it.
     small = {"write.target-file-size-bytes": "1000000"}
     few = rows.slice(0, ROWS // 5)
     plain.create_table("db.small", rows.schema, properties=small).append(few)
@@ -114,7 +114,7 @@ def scans(folder: Path) -> None:
 
 
 def plain_table_of_many_files(folder: Path) -> Path:
-    """Make a table of 10,000 files, which are not there, and return its metadata file."""
+    """Create a table of 10,000 files, which do not exist, and return its metadata file."""
     catalog = SqlCatalog("many", uri=f"sqlite:///{folder}/many.db", warehouse=f"file://{folder}/many")
     catalog.create_namespace("db")
     schema = pa.schema([(f"c{number}", pa.int64()) for number in range(COLUMNS)])
@@ -147,7 +147,7 @@ def plain_table_of_many_files(folder: Path) -> Path:
 
 
 def encrypt_table(metadata_file: Path) -> Path:
-    """Encrypt the manifests of a table, and return a metadata file that leads to them."""
+    """Encrypt the manifests of a table, and return a metadata file that refers to them."""
     document = json.loads(metadata_file.read_text())
     folder = metadata_file.parent
     (snapshot,) = document["snapshots"]

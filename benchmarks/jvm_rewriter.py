@@ -4,8 +4,8 @@
 
 parquet-java's ParquetRewriter, whose classes are in PySpark's jars, runs in one JVM for all rounds; the first
 rounds, while that JVM warms up, are dropped. Rounds alternate, so that a slow moment of the machine hits both.
-ParquetRewriter has one thread for a file; ours has two, and is timed with one as well. Only ours forces its output
-to the disk; it is timed without that too.
+ParquetRewriter uses one thread for a file; ours uses two, and is timed with one as well. Only ours syncs its
+output to the disk; it is timed without that, too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def jvm() -> Iterator[Any]:
 
 
 class Rewriter:
-    """parquet-java's ParquetRewriter, with all columns under keys of their own."""
+    """parquet-java's ParquetRewriter, with all columns under their own keys."""
 
     def __init__(self, java: Any) -> None:
         self._java = java
@@ -112,7 +112,7 @@ def keytools() -> Keytools:
 
 
 def encrypt_without_sync(source: Path, target: Path, threads: int) -> None:
-    """Encrypt a file with the module encryptor, and leave it to the system when it is on the disk."""
+    """Encrypt a file with the module encryptor, without syncing it to the disk."""
     encryption = FileEncryption(
         SecretBytes(KEYS["footer"]),
         b"footer",
@@ -140,7 +140,7 @@ def time_rounds(
 
 
 def check(ways: dict[str, Callable[[Path, Path], object]], source: Path, target: Path) -> None:
-    """Check that all of them encrypt a file to what decrypts to the same values."""
+    """Check that the files of all ways decrypt to the same values."""
     tools = keytools()
     expected = pq.read_table(source)
     for name, encrypt in ways.items():

@@ -1,12 +1,12 @@
-"""What do the keys of a large data set cost? All keys of files that as many writers wrote, unwrapped twice.
+"""What do the keys of a large data set cost? All keys of files from as many writers, unwrapped in two ways.
 
     python benchmarks/kms_cost.py [--files 1000] [--backends vault aws gcp] [--latencies 5 50] [--rounds 1]
 
 Each file has three KEKs of its own, as if each was written by another process. Theirs is pyarrow's CryptoFactory
 with a KmsClient of a few lines that calls the same SDK for one key at a time; it gets the footer and column keys
-of each file. Ours is `Keytools.dataset` with all columns named, which reads and verifies all footers and has
-all keys then ("open"), and
-the unwrapping alone ("keys": key material in, DEKs out). Both run in this process, one after the other, against
+of each file. Ours is `Keytools.dataset` with all columns named, which reads and verifies all footers and then has
+all keys ("open"), and
+only the unwrapping ("keys": key material in, DEKs out). Both run in this process, one after the other, against
 the same server in another process, behind a proxy that adds the latency. vault is a real OpenBao server; aws and
 gcp are the fakes of the tests, over HTTP and gRPC.
 """
@@ -45,16 +45,16 @@ COLUMNS = ("a", "b")
 TABLE = pa.table({"a": range(100), "b": range(100), "c": range(100)})
 
 
-# --- the servers, each in a process of its own ---
+# --- the servers, each in its own process ---
 
 
 @dataclass(frozen=True)
 class Server:
-    """A KMS that runs.
+    """A running KMS.
 
     Attributes:
         address: Host and port.
-        facts: What its clients need, such as a token.
+        facts: Facts that its clients need, such as a token.
     """
 
     address: str
@@ -131,7 +131,7 @@ def delayed(server: Server, milliseconds: float) -> Iterator[Server]:
             process.terminate()
 
 
-# --- clients of a few lines, as users write them for CryptoFactory ---
+# --- short clients, as users write them for CryptoFactory ---
 
 
 class OneKeyAtATime(pe.KmsClient):  # type: ignore[misc]
@@ -185,7 +185,7 @@ class WithBoto3(OneKeyAtATime):
         )
 
     def decrypt(self, wrapped_key: str, master_key_id: str) -> bytes:
-        # In pyarrow's names of keys there can be no slash with a colon after it; ours are aliases.
+        # pyarrow's key names must not contain a slash followed by a colon; ours are aliases.
         answer = self._aws.decrypt(CiphertextBlob=base64.b64decode(wrapped_key), KeyId=master_key_id)
         plaintext: bytes = answer["Plaintext"]
         return plaintext
@@ -218,13 +218,13 @@ class WithGoogle(OneKeyAtATime):
 
 @dataclass(frozen=True)
 class Backend:
-    """How a KMS is run and used.
+    """How to run and use a KMS.
 
     Attributes:
         serve: Runs it.
-        kms: What stands under `kms` in the configuration.
+        kms: The settings under `kms` in the configuration.
         theirs: The client for CryptoFactory.
-        master_key_ids: As the KMS knows them.
+        master_key_ids: The identifiers in the KMS.
     """
 
     serve: Callable[[], contextlib.AbstractContextManager[Server]]
@@ -279,11 +279,11 @@ def keytools_for(backend: Backend, server: Server) -> Keytools:
     return Keytools(parse_configuration({"version": 1, "kms": backend.kms(server), "tables": {"t": table}}))
 
 
-# --- what is measured ---
+# --- the measurement ---
 
 
 def write_files(tools: Keytools, folder: Path, number: int) -> list[Path]:
-    """Write files, each with KEKs of its own."""
+    """Write files, each with its own KEKs."""
     paths = [folder / f"{position:05d}.parquet" for position in range(number)]
     for path in paths:
         tools.clear_caches()
@@ -293,14 +293,14 @@ def write_files(tools: Keytools, folder: Path, number: int) -> list[Path]:
 
 
 def open_theirs(client: type[OneKeyAtATime], server: Server, paths: list[Path]) -> None:
-    """Have CryptoFactory get all keys of all files."""
+    """Get all keys of all files with CryptoFactory."""
     factory = pe.CryptoFactory(lambda _: client(server))
     connection = pe.KmsConnectionConfig()
     for path in paths:
         properties = factory.file_decryption_properties(connection)
         metadata = pq.read_metadata(path, decryption_properties=properties)
         for ordinal in range(len(COLUMNS)):
-            # Arrow asks for a column's key when its metadata is looked at.
+            # Arrow fetches a column's key when its metadata is read.
             assert metadata.row_group(0).column(ordinal).num_values == TABLE.num_rows
 
 
@@ -330,7 +330,7 @@ def report(
             assert tools.kms is not None
             sent = CountedCalls(tools.kms)
             start = time.perf_counter()
-            # Which columns are refused has to be known for all files then: none is left to a scan.
+            # All refused columns must then be known for all files: none is left to a scan.
             tools.dataset(paths[0].parent, columns=COLUMNS)
             seconds["open"].append(time.perf_counter() - start)
             calls["open"] = sent.number
@@ -358,7 +358,7 @@ def report(
 
 
 class CountedCalls:
-    """Counts the calls that a client makes from now on; each try is one."""
+    """Counts the calls that a client makes from now on; each attempt is one call."""
 
     def __init__(self, kms: Any) -> None:
         self.number = 0

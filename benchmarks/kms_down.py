@@ -64,14 +64,14 @@ def a_port(*, listens: bool) -> Iterator[str]:
 
 
 def configuration(path: Path, url: str, token: str, master_keys: list[str], timeout_seconds: float) -> Path:
-    """Write a configuration: the first master key is that of the footer, the others are of columns."""
+    """Write a configuration: the first master key is the footer's, the others are the columns'."""
     settings = {
         "version": 1,
         "kms": {"type": "vault", "url": url, "token": token, "timeout_seconds": timeout_seconds},
         "tables": {
             "people": {
                 "footer_key": master_keys[0],
-                # The columns of other keys are not there.
+                # The columns of other keys do not exist.
                 "column_keys": {name: ["name" if name == master_keys[1] else name] for name in master_keys[1:]},
                 "unlisted_columns": "footer_key",
                 "cache_lifetime_seconds": 0,
@@ -85,7 +85,7 @@ def configuration(path: Path, url: str, token: str, master_keys: list[str], time
 
 @dataclass(frozen=True)
 class Run:
-    """What a command did."""
+    """The result of a command."""
 
     seconds: float
     status: int
@@ -94,7 +94,7 @@ class Run:
 
 
 def run(*arguments: object) -> Run:
-    """Run a command; memory is the largest of its processes."""
+    """Run a command; memory is the peak of its largest process."""
     start = time.monotonic()
     with tempfile.TemporaryFile() as output:
         command = [*PROGRAM, *map(str, arguments)]
@@ -108,7 +108,7 @@ def run(*arguments: object) -> Run:
 
 
 def encrypted_files(folder: Path, config: Path, count: int) -> None:
-    """Write small files, each with KEKs of its own."""
+    """Write small files, each with its own KEKs."""
     folder.mkdir()
     paths = [folder / f"{number:05}.parquet" for number in range(count)]
     with Keytools.from_yaml(config) as keytools, ThreadPoolExecutor(4) as pool:

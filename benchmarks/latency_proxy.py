@@ -7,7 +7,7 @@ import asyncio
 
 
 async def _pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter, seconds: float) -> None:
-    """Pass bytes on, each so much later; many calls on one connection do not wait for each other."""
+    """Forward bytes after a delay; calls on one connection do not wait for each other."""
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
@@ -33,11 +33,11 @@ async def _pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter, sec
 
 
 async def serve(host: str, port: int, seconds: float) -> None:
-    """Serve on a free loopback port, and print which."""
+    """Serve on a free loopback port, and print it."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream_reader, upstream_writer = await asyncio.open_connection(host, port)
-        # All of the latency on the way back: so each chunk of an answer has it once.
+        # All of the latency is on the way back, so that each chunk of an answer is delayed once.
         await asyncio.gather(_pass_on(reader, upstream_writer, 0), _pass_on(upstream_reader, writer, seconds))
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)

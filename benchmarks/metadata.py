@@ -4,7 +4,7 @@
         [--json FILE]
 
 pyarrow's side is its own `CryptoFactory` with a KMS client of a few lines, on the same tables. What pyarrow
-cannot do (`encrypt_file` and the like) is set against what a user would do in its place: read the file and write
+cannot do (`encrypt_file` and the like) is compared with what a user would do instead: read the file and write
 it encrypted. Ratios are medians over rounds, and each is taken within one round.
 """
 
@@ -33,13 +33,13 @@ from parquet_keytools.errors import KeytoolsError
 
 @dataclass(frozen=True)
 class Case:
-    """One row: what is done, and what it is set against.
+    """One row: an operation, and its counterpart.
 
     Attributes:
-        name: As the table prints it.
+        name: The name in the table.
         ours: Done with parquet-keytools.
-        peer: The same, or the nearest that there is, with pyarrow.
-        aim: The most that ours over the peer may be; None where there is no aim.
+        peer: The same, or the nearest equivalent, with pyarrow.
+        aim: The maximum ratio of ours to the peer; None where there is no aim.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Pyarrow:
         )
 
     def properties(self) -> Any:
-        """Return what reads such files."""
+        """Return the properties that read such files."""
         return self._factory.file_decryption_properties(self._connection)
 
     def dataset(self, folder: Path) -> ds.Dataset:
@@ -96,7 +96,7 @@ def wide_table(columns: int, rows: int) -> pa.Table:
 
 
 def file_cases(folder: Path, columns: int, row_groups: int) -> list[Case]:
-    """Return the rows about one file of so many columns and row groups."""
+    """Return the rows about one file with these numbers of columns and row groups."""
     table = wide_table(columns, row_groups * 10)
     names = table.column_names
     keytools, pyarrow = keytools_for(names), Pyarrow(names)
@@ -147,7 +147,7 @@ def file_cases(folder: Path, columns: int, row_groups: int) -> list[Case]:
 
 
 def folder_cases(folder: Path, files: int) -> list[Case]:
-    """Return the rows about a data set of so many small files of 20 columns, each in a partition."""
+    """Return the rows about a data set of small files of 20 columns, each in a partition."""
     table = wide_table(20, 100)
     names = table.column_names
     keytools, pyarrow = keytools_for(names), Pyarrow(names)
@@ -206,7 +206,7 @@ def folder_cases(folder: Path, files: int) -> list[Case]:
             2,
         ),
         Case(f"write_dataset of {shape}", write_dataset_ours, write_dataset_theirs, 2),
-        # Each of them is on the disk when the call returns; pyarrow's are not.
+        # Each of our files is on the disk when the call returns; pyarrow's are not.
         Case(f"write_table of {shape}", write_ours, write_theirs, None),
     ]
 

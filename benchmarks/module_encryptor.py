@@ -4,8 +4,8 @@
     python benchmarks/module_encryptor.py --memory [--megabytes 4000]
 
 The first form prints medians of ratios, each within one round, against `shutil.copyfile` of the same file, and
-against pyarrow that reads the file and writes it encrypted. Nothing is forced to the disk, as copyfile does not.
-The second prints the most private memory (RssAnon) that encrypting takes.
+against pyarrow, which reads the file and writes it encrypted. Nothing is synced to the disk, as in copyfile.
+The second form prints the peak private memory (RssAnon) of encryption.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class OneKey:
 
 
 def decrypt_source(source: ByteSource, sink: ByteSink, keys: KeyRetriever, *, threads: int = 2) -> None:
-    """Decrypt a file, by the functions that `Keytools.decrypt_file` calls."""
+    """Decrypt a file with the functions that `Keytools.decrypt_file` calls."""
     decrypt_columns(source, sink, read_footer(source, keys), {}, threads=threads)
 
 
 def rekey_source(
     source: ByteSource, sink: ByteSink, keys: KeyRetriever, encryption: FileEncryption, *, threads: int = 2
 ) -> None:
-    """Rekey a file, by the functions that `Keytools.rekey_file` calls."""
+    """Re-key a file with the functions that `Keytools.rekey_file` calls."""
     encrypt_opened(source, sink, read_footer(source, keys), {}, encryption, threads=threads)
 
 
@@ -99,7 +99,7 @@ def arrow_encrypted(source: Path, target: Path, dek: SecretBytes) -> None:
 def seconds(work: Callable[[], object], target: Path) -> float:
     """Return how long it takes to write `target`.
 
-    Removing the one of last time is no part of it, and neither is what the kernel still has to write of it.
+    The time excludes the removal of the previous output, and the kernel's pending writes of it.
     """
     target.unlink(missing_ok=True)
     os.sync()
@@ -142,7 +142,7 @@ def print_speed(folder: Path, megabytes: int, rounds: int, page_bytes: int) -> N
     jobs["pyarrow: read, write encrypted"] = lambda: arrow_encrypted(plain, target, dek)
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for number in range(rounds):
-        # No job always comes after the same one.
+        # No job always follows the same job.
         order = random.Random(number).sample(sorted(jobs), len(jobs))
         for name in order:
             job = jobs[name]
@@ -156,7 +156,7 @@ def print_speed(folder: Path, megabytes: int, rounds: int, page_bytes: int) -> N
 
 
 def private_bytes() -> int:
-    """Return the private memory of this process; pages of memory maps, which are clean, are not among it."""
+    """Return the private memory of this process; clean pages of memory maps do not count."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -164,7 +164,7 @@ def private_bytes() -> int:
 
 
 def print_memory(folder: Path, megabytes: int, page_bytes: int) -> None:
-    """Print the most private memory that encrypting and decrypting take."""
+    """Print the peak private memory of encryption and decryption."""
     plain, stored, target = folder / "plain.parquet", folder / "stored.parquet", folder / "target.parquet"
     write_generated(plain, megabytes, page_bytes)
     dek = SecretBytes.random(128)

@@ -1,7 +1,7 @@
 """Draws the figures of docs/performance.md: bars, or lines on logarithmic axes.
 
-`benchmarks/figures.json` has the figures that the other benchmarks printed on a quiet machine: change it when you
-measure again. `make docs` draws them into the site; to look at one alone:
+`benchmarks/figures.json` has the results of the other benchmarks on a quiet machine: change it when you
+measure again. `make docs` draws them into the site; to view a single one:
 
     python benchmarks/plots.py kms > kms.svg
 """
@@ -22,7 +22,7 @@ _WIDTH, _LEFT, _BAR = 760, 220, 28
 
 
 def figures() -> dict[str, dict[str, Any]]:
-    """Return each plot by name: its title, and `bars` with a unit, or `lines` with what is on the axes."""
+    """Return each plot by name: its title, and `bars` with a unit, or `lines` with the axes."""
     document: dict[str, dict[str, Any]] = json.loads(FIGURES.read_text(encoding="utf-8"))
     return document
 
@@ -55,7 +55,7 @@ def bars(chart: dict[str, Any]) -> str:
 
 _COLOURS = ("#4f8fea", "#e0694b", "#3fa66b", "#a06fd6")
 _AREA = 70, 50, 470, 260
-"""Left, top, width and height of what is between the axes."""
+"""Left, top, width and height of the area between the axes."""
 
 
 def lines(chart: dict[str, Any]) -> str:

@@ -1,10 +1,10 @@
-"""From how many small files on do worker processes pay?
+"""From which number of small files do worker processes pay?
 
     python benchmarks/processes.py [--files 2000] [--rounds 3] [--processes 2] [--folder DIR]
 
 encrypts, verifies, decrypts, re-keys and rotates folders of files of 20 columns and 100 rows by the command line,
-with one process and with several in turn. Prints medians of seconds by the clock and of the processor, those of
-worker processes and the start of the command included. `rotate` has one process.
+with one process and with several in turn. Prints medians of wall and CPU seconds, including
+worker processes and the start of the command. `rotate` has one process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write_files(folder: Path, files: int) -> None:
 
 
 def seconds(command: Sequence[object], environment: Mapping[str, str]) -> tuple[float, float]:
-    """Return how long a command takes: by the clock, and of the processor."""
+    """Return the wall and CPU seconds of a command."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run([*_PROGRAM, *map(str, command)], check=True, stdout=subprocess.DEVNULL, env=environment)
     clock, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -54,7 +54,7 @@ def seconds(command: Sequence[object], environment: Mapping[str, str]) -> tuple[
 
 
 def one_round(folder: Path, config: Path, processes: int) -> dict[str, tuple[float, float]]:
-    """Return what each command takes."""
+    """Return the seconds of each command."""
     # An installed program is not compiled each time.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")

@@ -1,15 +1,15 @@
-"""What does it take to rotate the master keys of a data set? Against pyarrow's CryptoFactory.rotate_master_keys.
+"""What does it cost to rotate the master keys of a data set? Against CryptoFactory.rotate_master_keys of pyarrow.
 
     python benchmarks/rotation.py [--files 1000] [--milliseconds 5] [--megabytes 200] [--rounds 1]
 
 External key material: files with six keys, once with KEKs of their own, as if each was written by another process,
-and once with those that one process shares among all. Theirs is rotate_master_keys in a loop, with one
-CryptoFactory; it makes new KEKs, and syncs nothing to the disk. Ours is `Keytools.rotate`: as it is, where the KMS
-rewraps and each new wrapped key is proven by unwrapping it; with `new_keks=True`, which asks the same as theirs;
-and with a KMS that takes a hundred keys in a call. All use the same master keys in this process, one after the
-other, and each call to them takes that long.
+and once with KEKs that one process shares among all. Theirs is rotate_master_keys in a loop, with one
+CryptoFactory; it makes new KEKs, and syncs nothing to the disk. Ours is `Keytools.rotate`: by default, if the KMS
+re-wraps and each new wrapped key is proven by unwrapping it; with `new_keks=True`, with the same calls as theirs;
+and with a KMS that accepts a hundred keys in a call. All use the same master keys in this process, one after the
+other, and each call to them takes the given time.
 
-Internal key material, which theirs cannot rotate: how many bytes we write of a large file, against copying it.
+Internal key material, which theirs cannot rotate: how many bytes of a large file we write, against copying it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class SlowMasterKeys:
-    """Master keys, each call to which takes its time."""
+    """Master keys whose calls take a fixed time."""
 
     def __init__(self, seconds: float) -> None:
         self.kms = InMemoryKms({name: name.ljust(16).encode()[:16] for name in MASTER_KEYS})
@@ -70,7 +70,7 @@ class SlowMasterKeys:
         return answer()
 
     def take_calls(self) -> str:
-        """Say what was called since this was asked last."""
+        """Return the calls since the last time."""
         counts, self.calls = self.calls, Counter()
         return f"{counts.total():>6,}   " + ", ".join(
             f"{number:,} {name}" for name, number in sorted(counts.items())
@@ -124,7 +124,7 @@ class SlowKms(RemoteKmsClient):
 
 
 class SlowBatchKms(SlowKms):
-    """The same with calls for many keys, as Vault has them."""
+    """The same with calls for many keys, as in Vault."""
 
     def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
         return self._in_batches("unwrap", requests, self._master_keys.kms.unwrap_many)
@@ -144,7 +144,7 @@ class SlowBatchKms(SlowKms):
 
 
 class TheirKms(pe.KmsClient):  # type: ignore[misc]
-    """What users of pyarrow write."""
+    """The client that pyarrow users write."""
 
     def __init__(self, master_keys: SlowMasterKeys) -> None:
         super().__init__()
@@ -163,10 +163,10 @@ class TheirKms(pe.KmsClient):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who rotates.
+    """One way to rotate.
 
     Attributes:
-        name: For the table.
+        name: The name in the table.
         rotate: Rotates all files of a folder.
     """
 
@@ -200,7 +200,7 @@ def write_files(folder: Path, count: int, master_keys: SlowMasterKeys, *, own_ke
 
 
 def contestants(master_keys: SlowMasterKeys) -> list[Contestant]:
-    """Return all who rotate external key material; the first is what the others are measured against."""
+    """Return all ways to rotate external key material; the others are compared with the first."""
 
     def theirs(folder: Path) -> None:
         factory = pe.CryptoFactory(lambda _: TheirKms(master_keys))
@@ -252,7 +252,7 @@ def compare(folder: Path, count: int, seconds: float, rounds: int, *, own_keks: 
 
 
 def check(folder: Path, master_keys: SlowMasterKeys) -> None:
-    """See that some of the files are still read."""
+    """Check that some of the files can still be read."""
     tools = keytools(master_keys.kms)
     paths = sorted(folder.glob("*.parquet"))
     for path in paths[:: max(1, len(paths) // 20)]:
@@ -260,7 +260,7 @@ def check(folder: Path, master_keys: SlowMasterKeys) -> None:
 
 
 def internal(folder: Path, megabytes: int, rounds: int) -> None:
-    """Print what is written of a file with internal key material."""
+    """Print how much of a file with internal key material is written."""
     kms = InMemoryKms({name: name.ljust(16).encode()[:16] for name in MASTER_KEYS})
     path = folder / "large.parquet"
     values = np.random.default_rng(1).integers(0, 2**62, megabytes * 1_000_000 // 8 // len(COLUMNS))

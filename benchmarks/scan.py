@@ -1,11 +1,11 @@
-"""How long does a scan of footers take in S3, against listing and reading the ends of the files; how much memory?
+"""How long does a scan of footers take in S3, compared with listing and reading the files' ends; how much memory?
 
     python benchmarks/scan.py [--files 10000] [--columns 20]
 
-puts files on a server of moto in another process, and prints for each round: seconds of the listing and of one GET
-of the end of each file (Arrow asks for the length of each first), before and after the scan; seconds of
-`scan --sample 0`; their ratio; the bytes that were moved for each file, with requests and headers; and the most
-memory of the process that scans.
+puts files on a moto server in another process, and prints for each round: seconds for the listing and one GET
+of the end of each file (Arrow first requests the length of each), before and after the scan; seconds for
+`scan --sample 0`; their ratio; the bytes moved for each file, with requests and headers; and the peak
+memory of the scanning process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ with moto_server() as url:
 
 
 def one_file(columns: int, rows: int) -> bytes:
-    """Return a file with e-mail addresses and numbers, longer than what is read of it."""
+    """Return a file with e-mail addresses and numbers, longer than the part that is read."""
     table = {f"n{number}": [number * row % 9973 + 0.5 for row in range(rows)] for number in range(columns - 1)}
     table["email"] = [f"user{row}@example.org" for row in range(rows)]
     sink = io.BytesIO()
@@ -74,14 +74,14 @@ def alone(endpoint: str) -> float:
 
 
 def scanned(endpoint: str) -> None:
-    """Scan, and print seconds, files, findings and memory: called in a process of its own."""
+    """Scan, and print seconds, files, findings and memory: called in a separate process."""
     from parquet_keytools.scan.scanner import scan
     from parquet_keytools.storage.locations import FileLocation
 
     started = time.perf_counter()
     report = scan(None, FileLocation(filesystem(endpoint), f"{_BUCKET}/data"), sample=0)
     seconds = time.perf_counter() - started
-    # Not `ru_maxrss`, which begins with the memory of the process that started this one.
+    # Not `ru_maxrss`, which starts with the memory of the parent process.
     memory = int(re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[0])
     print(json.dumps([seconds, report.files, len(report.findings), memory]))
 

@@ -76,10 +76,10 @@ def make_session(configuration: Path, folder: Path, cores: int) -> Any:
 def ways(
     spark: Any, keytools: Keytools, folder: Path, compression: str
 ) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
-    """Return, for each way, how it writes and how it reads the table."""
+    """Return functions that write and read the table, for each way."""
     frame = spark.read.options(**PLAINTEXT_FILES).parquet(str(folder / "source.parquet"))
     options = {"plaintext": PLAINTEXT_FILES, "encrypted": keytools.spark_options("t", frame.schema)}
-    # Of every column a bit, so that each page is read and decoded, and nothing else takes time.
+    # Part of every column, so that each page is read and decoded, and nothing else takes time.
     largest = [f"max({name})" for name in COLUMNS]
 
     def write(way: str) -> None:
@@ -114,7 +114,7 @@ def main() -> None:
                 for operation, call in zip(("write", "read"), operations, strict=True):
                     start = time.perf_counter()
                     call()
-                    if round_number:  # The first warms up.
+                    if round_number:  # The first is a warm-up.
                         seconds.setdefault((name, operation), []).append(time.perf_counter() - start)
         how = f"{arguments.compression}, {arguments.rounds} rounds, {arguments.cores} cores"
         print(f"{arguments.megabytes} MB, {how}")

@@ -1,4 +1,4 @@
-"""What does the `encrypt` pipeline save against Spark reading and writing the same data encrypted?
+"""What does the `encrypt` pipeline save, compared with Spark reading and writing the same data encrypted?
 
     python benchmarks/spark_pipelines.py [--megabytes 400] [--files 8] [--rounds 3] [--compression snappy]
 
@@ -39,7 +39,7 @@ def make_source(folder: Path, megabytes: int, files: int, compression: str) -> N
 
 
 def run_session(folder: Path, cores: int, files: int, rounds: int, compression: str) -> dict[str, list[float]]:
-    """Measure both ways in one session with so many cores."""
+    """Measure both ways in one session with this number of cores."""
     configuration = folder / "spark.yaml"
     spark = make_session(configuration, folder, cores)
     keytools = Keytools.from_yaml(configuration)
@@ -63,7 +63,7 @@ def run_session(folder: Path, cores: int, files: int, rounds: int, compression: 
             os.sync()
             start = time.perf_counter()
             ways[name](str(target))
-            if round_number:  # The first warms up.
+            if round_number:  # The first is a warm-up.
                 seconds[name].append(time.perf_counter() - start)
     spark.stop()
     return seconds
@@ -93,7 +93,7 @@ def main() -> None:
         for cores in (1, 2):
             options = {"files": arguments.files, "rounds": arguments.rounds, "compression": arguments.compression}
             settings = [f"--{name}={value}" for name, value in options.items()]
-            # A JVM of its own for each, and no more CPUs than it says it has.
+            # A separate JVM for each, with no more CPUs than it reports.
             command = [sys.executable, __file__, "--folder", str(folder), f"--cores={cores}", *settings]
             if shutil.which("taskset"):
                 command = ["taskset", "--cpu-list", f"0-{cores - 1}", *command]

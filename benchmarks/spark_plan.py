@@ -1,9 +1,9 @@
-"""Does a plan for a million files fit into the driver? Lists and cuts it, and reads results, without Spark.
+"""Does a plan for a million files fit into the driver? Lists and splits it, and reads results, without Spark.
 
     python benchmarks/spark_plan.py [--files 1000000] [--folders 1000] [--cores 400]
 
 The files are real and empty, and are listed as by `parquet-keytools spark keys`; the tasks run here, and open no
-file. What is measured is this process: seconds, and the peak of its memory beyond what it had after its imports.
+file. The measurement covers this process: seconds, and its peak memory beyond the memory after its imports.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONFIGURATION = "version: 1\nkms: {type: in_memory, keys: {footer: MDEyMzQ1Njc4O
 
 
 class Context:
-    """What a job asks of Spark's context. Its tasks open no file: each is listed, with three keys."""
+    """What a job needs of Spark's context. Its tasks open no file: each file is listed, with three keys."""
 
     def __init__(self, cores: int) -> None:
         self.defaultParallelism = cores
@@ -65,12 +65,12 @@ class Context:
 
 
 def listed(_: object, location: FileLocation, file: NamedFile) -> Outcome:
-    """Return what `keys` would say of a file."""
+    """Return the result of `keys` for a file."""
     return Outcome(str(location), "listed", keys=[KEY] * 3, bytes=file.size_bytes)
 
 
 def make_files(folder: Path, files: int, folders: int) -> None:
-    """Make empty files with the names that Spark gives."""
+    """Create empty files with Spark's file names."""
     for number in range(folders):
         inside = folder / f"day=2026-01-01-{number:05d}"
         inside.mkdir()
@@ -90,7 +90,7 @@ class Memory:
 
     @property
     def megabytes(self) -> float:
-        """How much it grew."""
+        """Its growth."""
         return self._peak() - self._start
 
 

@@ -1,11 +1,11 @@
-"""How many KMS calls does a data set take in which each tenant has a key of its own?
+"""How many KMS calls does a data set need in which each tenant has its own key?
 
     python benchmarks/tenants.py [--tenants 1000] [--files 10] [--backends keystore vault aws]
 
 Writes files of each tenant into a folder of its own, reads all, verifies all, rotates the master key of each
-tenant in the KMS, and re-wraps all keys. Then it erases one tenant, and reads all others. Each step has caches of
-its own, as a new process has. vault is a real OpenBao server; aws is moto, which shows no versions of keys, so
-that every key is re-wrapped. "keys" is what the KMS client had to do, and "calls" are requests to the server.
+tenant in the KMS, and re-wraps all keys. Then it erases one tenant, and reads all others. Each step has its own
+caches, like a new process. vault is a real OpenBao server; aws is moto, which shows no versions of keys, so
+that every key is re-wrapped. "keys" counts operations of the KMS client, and "calls" requests to the server.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ METER = InMemoryMetricReader()
 
 @dataclass(frozen=True)
 class Kms:
-    """A KMS with the master keys `footer`, and one of each tenant.
+    """A KMS with the master keys `footer`, and one for each tenant.
 
     Attributes:
-        settings: What stands under `kms` in the configuration.
-        prefix: With which the identifiers of master keys begin.
+        settings: The settings under `kms` in the configuration.
+        prefix: The prefix of all master key identifiers.
         rotate: Makes a new version of a master key; None if the KMS shows no versions.
     """
 
@@ -103,7 +103,7 @@ BACKENDS = {"keystore": keystore, "vault": vault, "aws": aws}
 
 
 def configuration_for(kms: Kms) -> Any:
-    """Return the configuration of a table with a key of each tenant."""
+    """Return the configuration of a table with a key for each tenant."""
     table = {
         "footer_key": "footer",
         "column_keys": {"tenant-{tenant}": ["email", "payload"]},

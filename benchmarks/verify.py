@@ -40,7 +40,7 @@ app()
 
 
 class KnownKey(OneKey):
-    """The one key, for the verifier."""
+    """The only key, for the verifier."""
 
     def material(self, key_metadata: bytes | None) -> KeyMaterial | None:
         """Return nothing: the key is known."""
@@ -84,7 +84,7 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> float:
 def inspection_overhead(path: Path, rounds: int, bytecode: Path) -> float:
     """Return how much longer `inspect` takes than a command that does nothing, in milliseconds.
 
-    An installed program is not compiled anew each time, whatever this process was told of bytecode.
+    Bytecode is cached, as in an installed program, whatever the settings of this process.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(bytecode)

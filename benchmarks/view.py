@@ -1,8 +1,8 @@
-"""What a view costs, against the plaintext file: full scans, one column of a large file, opening, in one run.
+"""The costs of a view, against the plaintext file: full scans, one column of a large file, opening, in one run.
 
     python benchmarks/view.py [--megabytes 700]
 
-Prints the CPU and wall seconds of each, the best of some runs, and the ratios.
+Prints the CPU and wall seconds of each, the best of several runs, and the ratios.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DOCUMENT = {
 
 
 def write_plain(path: Path, megabytes: int, columns: int = 10) -> None:
-    """Write random numbers and texts, of about so many megabytes, in row groups of 64 MB."""
+    """Write random numbers and texts, of about this many megabytes, in row groups of 64 MB."""
     random = np.random.default_rng(1)
     rows = 500_000
     with pq.ParquetWriter(path, make_batch(random, columns, 1).schema, compression="snappy") as writer:
@@ -50,7 +50,7 @@ def make_batch(random: np.random.Generator, columns: int, rows: int) -> pa.Table
 
 
 def best(action: Callable[[], object]) -> tuple[float, float]:
-    """Return the least CPU and wall seconds of some runs."""
+    """Return the minimum CPU and wall seconds of several runs."""
     times = []
     for _ in range(RUNS):
         wall, cpu = time.perf_counter(), time.process_time()

@@ -1,9 +1,9 @@
-"""How long does it take to write what pyarrow cannot encrypt, and how much memory?
+"""How long does it take to write tables that pyarrow cannot encrypt, and how much memory?
 
     python benchmarks/writing.py [--batches 100] [--rounds 3] [--way dataset|partitioned|writer]
 
 Prints the processor time of a table that the module encryptor writes, against the same data under a table that
-pyarrow encrypts with its CryptoFactory, medians of ratios within a round; and the most memory of the process.
+pyarrow encrypts with its CryptoFactory, medians of ratios within a round; and the peak memory of the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS = 250_000
 
 
 def keytools_with(unlisted_columns: str) -> Keytools:
-    """Return one whose table pyarrow can encrypt, with `plaintext`, or cannot, with `footer_key`."""
+    """Return a Keytools whose table pyarrow can encrypt, with `plaintext`, or cannot, with `footer_key`."""
     table = {"footer_key": "kf", "column_keys": {"kn": ["name"]}, "unlisted_columns": unlisted_columns}
     kms = {"type": "in_memory", "keys": ["kf", "kn"]}
     return Keytools.from_mapping({"version": 1, "kms": kms, "tables": {"t": table}})
@@ -46,7 +46,7 @@ def some_batches() -> list[pa.RecordBatch]:
 
 
 def write(keytools: Keytools, way: str, reader: pa.RecordBatchReader, folder: Path) -> int:
-    """Write a stream; returns how many bytes that made."""
+    """Write a stream; returns its length in bytes."""
     if way == "writer":
         with keytools.writer(folder / "x.parquet", reader.schema) as writer:
             for batch in reader:

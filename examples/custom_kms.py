@@ -19,7 +19,7 @@ from parquet_keytools.kms.client import KmsSettings, MasterKeyDescription, Singl
 
 
 class AcmeKms(SingleKeyKmsClient):
-    """Stands for a client of a KMS on the network; its master keys are Fernet keys in memory."""
+    """Stands in for a client of a remote KMS; its master keys are in-memory Fernet keys."""
 
     backend = "acme"
 
@@ -29,7 +29,7 @@ class AcmeKms(SingleKeyKmsClient):
 
     @classmethod
     def from_settings(cls, settings: KmsSettings, folder: Path) -> Self:
-        """Make a client of what a configuration says under `kms`."""
+        """Create a client from the settings under `kms`."""
         return cls()
 
     def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
@@ -54,7 +54,7 @@ class AcmeKms(SingleKeyKmsClient):
 configuration = parse_configuration(
     {
         "version": 1,
-        "kms": {"type": "in_memory", "keys": {}},  # the client that is passed in takes its place
+        "kms": {"type": "in_memory", "keys": {}},  # replaced by the client that is passed in
         "tables": {
             "flights": {
                 "footer_key": "footer",

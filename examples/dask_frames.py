@@ -27,6 +27,6 @@ with tempfile.TemporaryDirectory() as folder:
         flights = pd.DataFrame({"month": month, "tailnum": [f"N{number:05d}" for number in range(1_000)]})
         keytools.write_table(flights, Path(folder) / f"{month}.parquet")
 
-    # Threads share what a `Keytools` with keys in memory has; worker processes need a KMS that they can ask.
+    # Threads share the in-memory keys of a `Keytools`; worker processes need a KMS that they can reach.
     frame = dd.read_parquet("*.parquet", filesystem=keytools.view(folder), filters=[("month", ">", 1)])
     print(f"{frame.tailnum.nunique().compute(scheduler='threads'):,} aircraft in {frame.npartitions} files")

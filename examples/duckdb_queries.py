@@ -1,4 +1,4 @@
-"""Query encrypted files with DuckDB: through a view, in which they are plain Parquet, and as a data set."""
+"""Query encrypted files with DuckDB: through a view, which shows plain Parquet, and as a data set."""
 
 import tempfile
 from pathlib import Path

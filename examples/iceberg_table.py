@@ -1,4 +1,4 @@
-"""Make, write and read an encrypted Iceberg table with PyIceberg, and rotate its master key."""
+"""Create, write and read an encrypted Iceberg table with PyIceberg, and rotate its master key."""
 
 import secrets
 import tempfile
@@ -43,7 +43,7 @@ with tempfile.TemporaryDirectory() as name:
     )
 
     keystore.rotate_key("pii")
-    # With the key named, a table that lost its keys is refused, and not taken for a plaintext one.
+    # With the key named, a table that lost its keys is refused, and not read as a plaintext table.
     table = load_table(catalog, "db.people", encryption_key="pii")
     print(f"KEKs under the new version: {len(table.rotate())}")
     files = [file for file in (folder / "warehouse").rglob("*") if file.is_file()]

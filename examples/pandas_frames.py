@@ -1,4 +1,4 @@
-"""Write frames of pandas, one file or a folder, and read them, through a file system that encrypts."""
+"""Write pandas frames, as one file or a folder, and read them, through a file system that encrypts."""
 
 import tempfile
 from pathlib import Path
@@ -15,7 +15,7 @@ keytools = Keytools.from_mapping(
             "flights": {
                 "footer_key": "footer",
                 "column_keys": {"pii": ["tailnum"]},
-                # A column that is new is an error, and not in plaintext.
+                # A new column is an error, and is not written in plaintext.
                 "unlisted_columns": "error",
                 "plaintext_columns": ["flight", "month"],
             }
@@ -32,6 +32,6 @@ with tempfile.TemporaryDirectory() as folder:
     pd.testing.assert_frame_equal(found, frame)
     print(f"a frame of {len(found)} rows and the columns {', '.join(found.columns)}")
 
-    # Each file has keys of its own.
+    # Each file has its own keys.
     frame.to_parquet(Path(folder) / "by_month", partition_cols=["month"], filesystem=filesystem)
     print(f"{keytools.read_table(Path(folder) / 'by_month').num_rows} rows in a folder")

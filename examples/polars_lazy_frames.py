@@ -30,6 +30,6 @@ with tempfile.TemporaryDirectory() as folder:
     found = scan.filter(pl.col("flight") > 1500).select("tailnum").collect()
     print(f"flights above 1500: {', '.join(found['tailnum'])}")
 
-    # Polars reads file objects, too; of these it takes all bytes.
+    # Polars reads file objects, too; it reads all their bytes.
     with keytools.open(Path(folder) / "flights.parquet") as file:
         assert pl.read_parquet(file).equals(pl.from_arrow(table))

@@ -16,7 +16,7 @@ MASTER_KEYS = {name: os.urandom(32) for name in ("footer", "pii")}
 
 
 class PlainKms(pe.KmsClient):
-    """A KMS client as pyarrow's documentation has it; it wraps as the in_memory KMS does."""
+    """A KMS client as in pyarrow's documentation; it wraps as the in_memory KMS does."""
 
     def __init__(self, config: pe.KmsConnectionConfig) -> None:
         super().__init__()

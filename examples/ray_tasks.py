@@ -1,4 +1,4 @@
-"""Read encrypted files in tasks of Ray: each worker asks the KMS for the keys, with its own identity."""
+"""Read encrypted files in Ray tasks: each worker requests the keys from the KMS, with its own identity."""
 
 import secrets
 import tempfile

@@ -16,7 +16,7 @@ from parquet_keytools.spark import configure
 
 with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    os.chdir(folder)  # Spark leaves a folder where it runs.
+    os.chdir(folder)  # Spark leaves a folder in its working directory.
     passphrase = folder / "passphrase"
     passphrase.touch(mode=0o600)
     passphrase.write_text(secrets.token_urlsafe(32))
@@ -33,11 +33,11 @@ with tempfile.TemporaryDirectory() as name:
         """
     )
 
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's workers are this Python, not any python3.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's workers use this Python, not any python3.
     builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
     builder = builder.config("spark.local.dir", name).config("spark.driver.host", "127.0.0.1")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # That Spark does not know this pandas.
+        warnings.simplefilter("ignore", FutureWarning)  # Spark does not know this version of pandas.
         spark = configure(builder, configuration).getOrCreate()
     frame = spark.createDataFrame([(1545, "N14228"), (1714, "N24211")], ["flight", "tailnum"])
 

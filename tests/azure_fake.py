@@ -1,9 +1,9 @@
-"""A fake of Azure Key Vault and Managed HSM: no emulator exists, and nothing here ran against the real service.
+"""A fake of Azure Key Vault and Managed HSM: no emulator exists, and no test ran against the real service.
 
 It answers, over HTTPS, the REST calls that this package makes, as Microsoft documents them: the challenge, keys
 and their versions, wrapkey, unwrapkey, encrypt, decrypt, deletedkeys. RSA and AES are real. It also stands in for
-what issues tokens: the endpoints of App Service and of virtual machines for a managed identity, and Entra ID.
-Clients call Entra ID by its real name, through a proxy that leads these connections to the fake.
+the token issuers: the endpoints of App Service and of virtual machines for a managed identity, and Entra ID.
+Clients call Entra ID by its real name, through a proxy that routes these connections to the fake.
 
 A vault must name the domain that it lies in. The fake listens at `127.0.0.1:PORT`, so its domain is `0.0.1:PORT`.
 """
@@ -57,7 +57,7 @@ def decoded(text: str) -> bytes:
 
 @cache
 def rsa_key(number: int) -> rsa.RSAPrivateKey:
-    """Return one of some RSA keys, since making them takes long."""
+    """Return an RSA key from a small pool, since making one is slow."""
     return rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
 
@@ -65,7 +65,7 @@ _rsa_numbers = iter(range(10**9))
 
 
 class RefusalError(Exception):
-    """Ends a call with a status and an error in the form of the service."""
+    """Ends a call with a status and an error in the service's format."""
 
     def __init__(self, status: int, code: str, message: str = "", inner: str = "", **headers: str) -> None:
         super().__init__(status)
@@ -107,7 +107,7 @@ class Key:
 
 Raw = tuple[int, dict[str, str], Any]
 Fault = Callable[[str, str, dict[str, Any]], Raw | None]
-"""Gets method, path and content of a call; may wait, and returns an answer in place of the service's."""
+"""Gets method, path and content of a call; may wait, and returns an answer instead of the service's."""
 
 
 class FakeVault:
@@ -200,7 +200,7 @@ class FakeVault:
         return token
 
     def environment(self) -> dict[str, str]:
-        """Return variables of a managed identity, and of the certificate to trust."""
+        """Return the environment variables of a managed identity, and of the certificate to trust."""
         return {
             "REQUESTS_CA_BUNDLE": str(self.ca_file),
             "IDENTITY_ENDPOINT": f"{self.url}/msi/token",
@@ -209,13 +209,13 @@ class FakeVault:
         }
 
     def environment_of_entra(self) -> dict[str, str]:
-        """Return variables with which Entra ID, and a machine's own address for tokens, are this fake."""
+        """Return environment variables that make this fake Entra ID and a machine's own token endpoint."""
         proxy = f"http://127.0.0.1:{self._proxy.server_port}"
         proxies = {"HTTPS_PROXY": proxy, "HTTP_PROXY": proxy, "NO_PROXY": "127.0.0.1"}
         return {"REQUESTS_CA_BUNDLE": str(self.ca_file), **proxies}
 
     def fail(self, answer: Raw | RefusalError, *, times: int = -1, verb: str = "") -> None:
-        """Answer the next calls of a verb, or of any, in this way: so many of them, or all."""
+        """Answer the next calls of a verb, or of any verb, in this way: a given number of them, or all."""
         left = [times]
         raw = answer.answer if isinstance(answer, RefusalError) else answer
 
@@ -224,7 +224,7 @@ class FakeVault:
                 return None
             left[0] -= 1
             if isinstance(raw[2], dict) and "error" in raw[2]:
-                # Like a careless service, it quotes what it was asked.
+                # Like a careless service, it quotes the request.
                 return raw[0], raw[1], {"error": {**raw[2]["error"], "asked": content}}
             return raw
 
@@ -284,7 +284,7 @@ class FakeVault:
             return 200, {}, {"tenant_discovery_endpoint": f"{here}/openid-configuration", "metadata": [aliases]}
         self.logins.append((path, form))
         if not self.accepts(form):
-            # Like a careless service, it quotes what it was asked.
+            # Like a careless service, it quotes the request.
             text = f"AADSTS7000215: Invalid client secret provided: {form}"
             return 401, {}, {"error": "invalid_client", "error_description": text, "error_codes": [7000215]}
         return 200, {}, {"access_token": self.new_token(), "expires_in": 3600, "token_type": "Bearer"}
@@ -373,7 +373,7 @@ class FakeVault:
 
 
 class _Proxy(http.server.BaseHTTPRequestHandler):
-    """Leads connections to Entra ID to the fake, answers for a virtual machine, and refuses all others."""
+    """Routes connections to Entra ID to the fake, answers for a virtual machine, and refuses all others."""
 
     vault: FakeVault
 
@@ -394,7 +394,7 @@ class _Proxy(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
 
     def do_GET(self) -> None:
-        """Of a virtual machine, at an address that is the same in each."""
+        """The metadata endpoint of a virtual machine, at the same address in each."""
         parts = urlsplit(self.path)
         status, content = 404, {}
         if (parts.hostname, parts.path) == ("169.254.169.254", "/metadata/identity/oauth2/token"):
@@ -438,7 +438,7 @@ def _operated(verb: str, kty: str, version: Version, content: dict[str, Any]) ->
 
 
 class FakeCredential:
-    """A credential as azure-identity has them, whose tokens the fake accepts."""
+    """A credential like those of azure-identity, whose tokens the fake accepts."""
 
     def __init__(self, vault: FakeVault) -> None:
         self._vault = vault
@@ -453,7 +453,7 @@ class FakeCredential:
 
 
 def _certificates(folder: Path) -> tuple[Path, Path]:
-    """Write a certificate for 127.0.0.1 and Entra ID, and the same with its key. Returns both files."""
+    """Write a certificate for 127.0.0.1 and Entra ID, and the same one with its key. Returns both files."""
     key = rsa_key(0)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fake vault")])
     now = datetime.datetime.now(datetime.UTC)

@@ -1,4 +1,4 @@
-"""What many tests need."""
+"""Fixtures that many tests need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 collect_ignore = []
 if sys.platform != "linux":
-    # They stop at calls that only Linux has, or look into /proc.
+    # They use calls that only Linux has, or look into /proc.
     collect_ignore += [
         "fuzz/test_state_mutants.py",
         "tamper/test_other_writers.py",
@@ -44,37 +44,37 @@ if sys.platform != "linux":
     ]
 
 remembered_scrypt.install()
-# In the background of a script, Ctrl-C is ignored, and so it would be by all that tests start.
+# A script in the background ignores Ctrl-C, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# For each client, boto3 and requests would read the certificates of the machine's own proxy; all servers are here.
+# For each client, boto3 and requests would read the certificates of the machine's proxy; all servers are local.
 for _name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
     os.environ.pop(_name, None)
-# A busy machine is no failure, and a change meets the examples that the one before it met; a soak draws others.
+# A busy machine is no failure. Each run uses the same examples as the last; a soak draws others.
 settings.register_profile(
     "tests", deadline=None, derandomize=not SOAK, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tests")
-# Typer makes the whole tree of commands for each call of one.
+# Typer builds the whole tree of commands for each call of one.
 typer.testing._get_command = cache(typer.testing._get_command)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let what takes longest begin first, where several processes share the work."""
+    """Start the slowest tests first where several processes share the work."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: position(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Spare the collector of garbage what stays anyway: while it grows, and then, for many tests call it."""
+    """Keep long-lived objects out of garbage collection, while tests are collected and while they run."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
-        # Seldom: it takes a twentieth of the time of the tests.
+        # Collect rarely: it takes a twentieth of the time of the tests.
         gc.set_threshold(5_000, 20, 10)
         gc.enable()
 
@@ -91,7 +91,7 @@ def parquet_test_data() -> Path:
 
 @pytest.fixture(scope="session")
 def iceberg_test_data() -> Path:
-    """The folder of the encrypted tables that other implementations of Iceberg wrote."""
+    """The folder of the encrypted tables that other Iceberg implementations wrote."""
     default = REPOSITORY.parent / "shared" / "iceberg-testing"
     folder = Path(os.environ.get("ICEBERG_TEST_DATA", default))
     if not folder.is_dir():
@@ -101,9 +101,9 @@ def iceberg_test_data() -> Path:
 
 @pytest.fixture
 def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork worker processes from one that has imported what they need, which takes most of their time.
+    """Fork worker processes from a process that has imported what they need, which takes most of their time.
 
-    In a soak they start as users' do. These here have the environment that the first of them found.
+    In a soak, they start as users' do. Forked workers have the environment of the first call.
     """
     if sys.platform == "linux" and not SOAK:
         context = multiprocessing.get_context("forkserver")
@@ -111,7 +111,7 @@ def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context)
 
 
-# A folder that pytest makes gets a number for which it looks at those of all tests before.
+# To number a folder, pytest would scan the folders of all earlier tests.
 _numbers = itertools.count()
 
 

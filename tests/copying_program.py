@@ -1,4 +1,4 @@
-"""A program that copies a folder with two processes; the name of a file says what happens to them."""
+"""A program that copies a folder with two processes; a file's name says what happens to it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from parquet_keytools.errors import NotEncryptedError
 from parquet_keytools.files.conversion import FileResult
 
 PIDS = "process ids"
-"""Folder of files with the ids of the processes that copied."""
+"""A folder of files with the ids of the processes that copied."""
 
 
 def copied(source: str, target: str, **options: Any) -> FileResult:
-    """Stands for a conversion: the name of the file says what happens to it."""
+    """Stands in for a conversion: the file's name says what happens to it."""
     name = Path(source).stem
     Path(target).parents[1].with_name(PIDS).joinpath(str(os.getpid())).touch()
     if name == "killed":

@@ -1,7 +1,7 @@
-"""`--core`: the tests that the core's own dependencies are enough for, at the lowest versions that it supports.
+"""`--core`: run the tests that need only the core's own dependencies, at the lowest supported versions.
 
-The environment has what the package depends on, and none of the tools that would need newer versions of it. A test
-that imports what is missing is skipped, and so is a source file that does. Anything else that is missing fails.
+The environment has the package's dependencies, and no tools that would need newer versions of them. A test
+or source file that imports a missing package of these tools is skipped. Any other missing package is a failure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 TESTS = Path(__file__).parent
 
 FOLDERS = ("contract", "fuzz", "tamper", "unit", "vectors")
-"""What is collected. Services, other engines and packaging are tested with what the extras bring."""
+"""What is collected. Services, other engines and packaging are tested with the extras installed."""
 
 NEEDS_NEWER: dict[str, list[str]] = {
     "pyarrow before 24 writes no Bloom filters": [
@@ -108,25 +108,25 @@ NEEDS_NEWER: dict[str, list[str]] = {
         "unit/view/test_linked_folders.py::test_what_links_lead_to_stays[pyarrow's handler, contents-dir]",
     ],
 }
-"""What the lowest versions lack -> tests that need it, as patterns, or source files of tests."""
+"""Missing feature of the lowest versions -> tests that need it, as patterns, or source files of tests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the core be tested alone."""
+    """Add the option that tests the core alone."""
     parser.addoption("--core", action="store_true", help="skip tests that need more than the core's dependencies")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Skip what the core alone cannot run, where asked for."""
+    """Skip what the core alone cannot run, if the option is set."""
     if config.getoption("core"):
         config.pluginmanager.register(_Core(), "core")
 
 
 def _reason(test: str) -> str | None:
-    """Return why a test, or a source file, needs newer versions; a name without parameters is all of its tests."""
+    """Return why a test, or a source file, needs newer versions; a name without parameters means all its tests."""
     names = (test, test.partition("[")[0], test.partition("::")[0])
     for reason, tests in NEEDS_NEWER.items():
-        # A bracket begins parameters, and no set of characters.
+        # A bracket begins parameters, not a set of characters.
         if any(fnmatchcase(name, known.replace("[", "[[]")) for known in tests for name in names):
             return reason
     return None
@@ -151,7 +151,7 @@ class _Core:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Skip a file that needs newer versions already when it is imported, or imports what is not installed."""
+        """Skip a file whose import already needs newer versions or a missing package."""
         report = yield
         if report.outcome == "failed" and (excinfo := report.call.excinfo) is not None:
             reason = _reason(collector.path.relative_to(TESTS).as_posix()) or _missing(excinfo.value.__cause__)
@@ -162,9 +162,9 @@ class _Core:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Skip a test that imports what is not installed."""
+        """Skip a test that imports a missing package."""
         report = yield
-        # Where the package itself imports it, users of the package would miss it, too.
+        # If the package itself imports it, users would miss it, too.
         if call.excinfo is not None and TESTS in Path(call.excinfo.traceback[-1].path).parents:
             _skip(report, item.path, _missing(call.excinfo.value))
         return report

@@ -1,4 +1,4 @@
-"""A file system of Arrow that passes every call on to another one, as a base of tests' own file systems."""
+"""An Arrow file system that delegates each call to another one; a base class for the tests' file systems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parquet_keytools.tables.file_systems import LookingHandler
 
 
 class DelegatingHandler(LookingHandler):
-    """Passes every call on to another file system."""
+    """Delegates each call to another file system."""
 
     def create_dir(self, path: str, recursive: bool) -> None:
         """Create a folder."""
@@ -21,7 +21,7 @@ class DelegatingHandler(LookingHandler):
         self.filesystem.delete_dir(path)
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        """Delete what is in a folder."""
+        """Delete the contents of a folder."""
         self.filesystem.delete_dir_contents(path, missing_dir_ok=missing_dir_ok)
 
     def delete_root_dir_contents(self) -> None:
@@ -41,7 +41,7 @@ class DelegatingHandler(LookingHandler):
         self.filesystem.copy_file(src, dest)
 
     def open_input_file(self, path: str) -> pa.NativeFile:
-        """Open a file for reading by ranges."""
+        """Open a file for random access."""
         return self.filesystem.open_input_file(path)
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:

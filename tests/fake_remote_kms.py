@@ -1,4 +1,4 @@
-"""A KMS across an imaginary network, which answers as a test says."""
+"""A KMS across an imaginary network, which answers as the test chooses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FakeRemoteSettings(RemoteKmsSettings):
 
 
 class FakeRemoteKms(RemoteKmsClient):
-    """Wraps by base64. `on_try` is called with operation, master key and seconds for each try, and may raise."""
+    """Wraps by base64. `on_try` is called with operation, master key and seconds per attempt, and may raise."""
 
     backend = "fake_remote"
     Settings = FakeRemoteSettings
@@ -60,12 +60,12 @@ class FakeRemoteKms(RemoteKmsClient):
 
 
 class QuotaKms:
-    """Says which calls a KMS with a quota takes.
+    """Decides which calls a KMS with a quota accepts.
 
     Args:
         per_second: The quota.
-        kind: `bucket` refills all the time; `window` counts anew each second.
-        burst_seconds: For how many seconds a bucket holds the quota.
+        kind: `bucket` refills all the time; `window` starts at zero each second.
+        burst_seconds: How many seconds of the quota a bucket holds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A session of Spark as pipelines use it, without Spark: its tasks run here."""
+"""A Spark session as pipelines use it, without Spark: its tasks run here."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def key_request_bytes(request: KeyRequest) -> bytes:
 
 
 class FakeSpark:
-    """What a job asks of a session; its tasks run one after the other.
+    """What a job needs of a session; its tasks run one after the other.
 
     Args:
-        cores: How many the executors have.
-        attempts: How often each task runs, at the same time; the results are those of the last attempt.
-        settings: Of Spark.
+        cores: The number of cores of the executors.
+        attempts: How many attempts of each task run, at the same time; the results come from the last attempt.
+        settings: Spark's settings.
 
     Attributes:
         partitions: The number of tasks of each job.
-        descriptions: What the web UI says of each job.
+        descriptions: The description of each job in the web UI.
     """
 
     def __init__(self, cores: int = 2, attempts: int = 1, **settings: str) -> None:

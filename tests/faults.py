@@ -1,4 +1,4 @@
-"""A KMS that does wrong on demand, and a clock that tests turn."""
+"""A KMS that fails on demand, and a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.secret_bytes import SecretBytes
 
 RESPONSE_SECRET = "s.CANARY-of-a-response-body"
-"""Stands in the text of foreign exceptions, and must never come out."""
+"""Appears in the text of foreign exceptions, and must never be shown."""
 
 FAILURES = ("refused", "timeout", "wrong_key", "wrong_length", "not_bytes", "foreign")
 
 
 class TurnedClock:
-    """Seconds that pass only when a test says so."""
+    """Seconds that pass only when a test advances them."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -32,7 +32,7 @@ class TurnedClock:
 
 
 class FaultyKms(SingleKeyKmsClient):
-    """An in-memory KMS with fixed master keys that fails as told, and records what it was asked.
+    """An in-memory KMS with fixed master keys that fails on demand, and records its requests.
 
     Attributes:
         failure: One of FAILURES, or None.
@@ -40,8 +40,8 @@ class FaultyKms(SingleKeyKmsClient):
         before_answer: Called in every hook before the answer; tests block in it.
         unwrap_rounds: The requests of each call of `unwrap_many` that reached the backend.
         keys_seen: Every key that was wrapped or unwrapped.
-        threads: Those that asked.
-        openers: Those of them that open the files of data sets, and not Arrow's.
+        threads: The threads that called.
+        openers: The threads among these that open the files of data sets, without Arrow's own.
     """
 
     backend = "faulty"
@@ -121,9 +121,9 @@ class FaultyKms(SingleKeyKmsClient):
 
 
 def let_a_worker_die_at_work() -> threading.Thread:
-    """Kill the first worker process that this process starts, as soon as it is there; return the thread that does.
+    """Kill the first worker process that this process starts, as soon as it exists; return the thread that does.
 
-    It has answered nothing by then: a process takes longer to start than a look at it.
+    It has answered nothing by then: a process takes longer to start than to be found.
     """
 
     def kill() -> None:

@@ -1,4 +1,4 @@
-"""Ports for servers that have to be told theirs, and that others connect to later."""
+"""Ports for servers that need a fixed port, and that others connect to later."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """Return a port that is free on all addresses of this machine, and that nobody gets by chance.
+    """Return a port that is free on all addresses of this machine, and that no other process gets by chance.
 
-    The system gives ports of a range of its own to outgoing connections, and to whoever binds to port 0. One of
-    these could be taken before its server starts, or while it restarts. Where the range leaves none, the system is
-    asked for a port of it.
+    The system assigns ports of its own range to outgoing connections, and to sockets bound to port 0. One of
+    these could be taken before its server starts, or while it restarts. Where the range leaves none, the system
+    picks a port of its range.
     """
     first, last = map(int, _RANGE.read_text().split()) if _RANGE.exists() else (32_768, _HIGHEST)
     others = [port for port in range(_LOWEST, _HIGHEST + 1) if not first <= port <= last]

@@ -1,4 +1,4 @@
-"""A catalog in a folder, with the KMS in memory, for tests that write encrypted tables of Iceberg."""
+"""A catalog in a folder, with an in-memory KMS, for tests that write encrypted Iceberg tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lake:
     """A catalog in SQLite, and its warehouse.
 
     Attributes:
-        folder: Has the database, the warehouse and the configuration.
+        folder: Holds the database, the warehouse and the configuration.
         keys: Name of a master key -> its versions, base64.
     """
 
@@ -92,12 +92,12 @@ class Lake:
         return table
 
     def findings(self, metadata_location: str) -> list[tuple[str, str]]:
-        """Return what is wrong with a table, all its files read: place and text of each."""
+        """Read all files of a table and return what is wrong with it: place and text of each finding."""
         located = located_table(metadata_location, self.folder / "keytools.yaml")
         return TableAudit(located, with_data=True).run().findings
 
     def ids(self) -> list[int]:
-        """Return what a fresh reader of ours finds in the column `id`."""
+        """Return the column `id` as a fresh reader of ours reads it."""
         found: list[int] = self.load().scan().to_arrow()["id"].to_pylist()
         return sorted(found)
 
@@ -116,11 +116,11 @@ class Lake:
         return current_metadata(self.table_folder)
 
     def outside_ids(self) -> list[int]:
-        """Return what a reader that shares no code with ours finds."""
+        """Return what a reader that shares no code with ours reads."""
         return self._ids(self.metadata())
 
     def outside_ids_of(self, metadata_location: str) -> list[int]:
-        """Return the same for a metadata file that is not the newest."""
+        """Return the same for an older metadata file."""
         return self._ids(json.loads(self.outsider.read(metadata_location)))
 
     def _ids(self, metadata: dict[str, Any]) -> list[int]:
@@ -139,19 +139,19 @@ class Lake:
 
 
 def put_back(saved: Path, folder: Path) -> None:
-    """Have a folder of a lake as it was when it was copied; metadata files have absolute locations."""
+    """Restore a folder of a lake to the state of a copy; metadata files have absolute locations."""
     sql.create_engine.cache_clear()
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(saved, folder)
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: nothing is done after it."""
+    """Simulates the end of the process: nothing happens after it."""
 
 
 @contextlib.contextmanager
 def storage_that(act: Callable[[int, str], None]) -> Iterator[list[str]]:
-    """Call `act` with number and name of each step of storage before it is done; yields the names."""
+    """Call `act` with number and name before each storage step; yields the names."""
     steps: list[str] = []
 
     def step(name: str) -> None:

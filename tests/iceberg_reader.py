@@ -1,6 +1,6 @@
-"""Encrypted Iceberg tables, read without any code of ours: from what the format says, with other libraries.
+"""Encrypted Iceberg tables, read without our code: from the format's specification, with other libraries.
 
-It reads what append, overwrite and delete of whole files leave: no delete files, no change of the schema.
+It reads the results of append, overwrite and delete of whole files: no delete files, no schema changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow.parquet.encryption as pe
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEYS = {"keyA": b"0123456789012345", "keyB": b"1123456789012345", "master-1": bytes(range(16))}
-"""The master keys of the tables that others wrote."""
+"""The master keys of the tables from other writers."""
 
 BLOCK = 1 << 20
 
@@ -31,7 +31,7 @@ def open_sealed(key: bytes, sealed: bytes, aad: bytes | None) -> bytes:
 
 
 def key_metadata(data: bytes) -> tuple[bytes, bytes, int | None]:
-    """Return key, AAD prefix and length of the file."""
+    """Return the file's key, AAD prefix and length."""
     assert data[0] == 1
     schema = {
         "type": "record",
@@ -71,10 +71,10 @@ def write_stream(metadata: bytes, plaintext: bytes) -> bytes:
 
 @dataclass
 class Warehouse:
-    """Where the files of a table are.
+    """The location of a table's files.
 
     Attributes:
-        folder: Stands for `prefix`, with which each location begins.
+        folder: Replaces `prefix`, with which each location begins.
         prefix: The beginning of each location.
         keys: The master keys.
     """
@@ -92,7 +92,7 @@ class Warehouse:
             yield snapshot["snapshot-id"]
 
     def manifests(self, metadata: dict[str, Any], snapshot_id: int) -> Iterator[dict[str, Any]]:
-        """Yield what the manifest list of a snapshot says of each manifest."""
+        """Yield what a snapshot's manifest list says about each manifest."""
         (snapshot,) = [s for s in metadata["snapshots"] if s["snapshot-id"] == snapshot_id]
         entries = {entry["key-id"]: entry for entry in metadata["encryption-keys"]}
         entry = entries[snapshot["key-id"]]
@@ -113,7 +113,7 @@ class Warehouse:
                     yield entry
 
     def entries_of(self, manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield all entries of a manifest, those of deleted files included."""
+        """Yield all entries of a manifest, including deleted files."""
         data = self.read(manifest["manifest_path"])
         assert len(data) == manifest["manifest_length"]
         yield from fastavro.reader(io.BytesIO(open_stream(manifest["key_metadata"], data)))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The encrypted tables of Iceberg's own writer: how they are opened, and what is expected of them."""
+"""The encrypted tables of Iceberg's own writer: how to open them, and their expected contents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_configuration(folder: Path, **reading: str) -> Path:
 
 
 def file_io_properties(configuration: Path, warehouse: Path) -> dict[str, str]:
-    """Return the properties of a catalog, with the warehouse of the tables in a folder."""
+    """Return the properties of a catalog with the tables' warehouse in a folder."""
     return {
         "py-io-impl": "parquet_keytools.iceberg.EncryptedFileIO",
         "keytools.config": str(configuration),
@@ -97,7 +97,7 @@ def _first(pair: tuple[Any, Any]) -> Any:
 
 
 def assert_is_snapshot(rows: pa.Table, snapshot: dict[str, Any]) -> None:
-    """Compare rows with those of a snapshot, column by column."""
+    """Compare rows with a snapshot, column by column."""
     assert rows.num_rows == snapshot["rows"]
     assert rows.column_names == [column["name"] for column in snapshot["columns"]]
     digests = {name: column_sha256(rows, name, snapshot["sort_by"]) for name in rows.column_names}

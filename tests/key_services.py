@@ -1,4 +1,4 @@
-"""The key service of a `Keytools`, for tests of the parts below it."""
+"""The key service of a `Keytools`, for tests of the layers below it."""
 
 from __future__ import annotations
 

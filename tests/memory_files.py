@@ -28,7 +28,7 @@ from parquet_keytools.secret_bytes import SecretBytes
 
 
 class MemorySource:
-    """A file in memory that remembers which ranges were read."""
+    """A file in memory that records which ranges were read."""
 
     def __init__(self, data: bytes | bytearray, path: str = "memory.parquet") -> None:
         self.path = path
@@ -47,7 +47,7 @@ class MemorySource:
 
 
 class MemorySink:
-    """A file in memory that knows whether every byte was written once."""
+    """A file in memory that checks that every byte is written once."""
 
     def __init__(self, *, takes_any_order: bool = True) -> None:
         self.takes_any_order = takes_any_order
@@ -95,7 +95,7 @@ class NamedKeys:
 
 
 def encrypted(data: bytes, encryption: FileEncryption) -> bytes:
-    """Return a file encrypted."""
+    """Return an encrypted file."""
     sink = MemorySink()
     encrypt_source(MemorySource(data), sink, encryption)
     return sink.contents()
@@ -109,7 +109,7 @@ def decrypt_source(
     *,
     threads: int = 2,
 ) -> None:
-    """Decrypt an encrypted file as a whole, by the functions that `Keytools.decrypt_file` calls."""
+    """Decrypt a whole encrypted file with the functions that `Keytools.decrypt_file` calls."""
     footer, deks = opened(source, keys, aad_prefix)
     decrypt_columns(source, sink, footer, deks, threads=threads)
 
@@ -123,13 +123,13 @@ def rekey_source(
     *,
     threads: int = 2,
 ) -> None:
-    """Encrypt an encrypted file with other keys, by the functions that `Keytools.rekey_file` calls."""
+    """Re-encrypt a file under other keys with the functions that `Keytools.rekey_file` calls."""
     footer, deks = opened(source, keys, aad_prefix)
     encrypt_opened(source, sink, footer, deks, encryption, threads=threads)
 
 
 def opened(source: ByteSource, keys: KeyRetriever, aad_prefix: AadPrefix) -> tuple[Footer, Deks]:
-    """Open an encrypted file; return its footer, and the DEKs of the columns that have one of their own."""
+    """Open an encrypted file; return its footer, and the DEKs of the columns that have their own."""
     footer = read_footer(source, keys, aad_prefix)
     if footer.mode is FooterMode.UNENCRYPTED:
         raise NotEncryptedError(f"{source.path} is not encrypted.")
@@ -137,7 +137,7 @@ def opened(source: ByteSource, keys: KeyRetriever, aad_prefix: AadPrefix) -> tup
 
 
 def decrypted(data: bytes, keys: NamedKeys, aad_prefix: bytes | None = None) -> bytes:
-    """Return a file decrypted."""
+    """Return a decrypted file."""
     sink = MemorySink()
     decrypt_source(MemorySource(data), sink, keys, aad_prefix)
     return sink.contents()

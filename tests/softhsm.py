@@ -1,4 +1,4 @@
-"""SoftHSM for tests: an HSM in software, with its tokens in a folder."""
+"""SoftHSM for tests: a software HSM with its tokens in a folder."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ needs_softhsm = pytest.mark.skipif(
 
 
 class SoftHsm:
-    """Tokens in a folder, and copies of the library: the system loads each copy as a library of its own.
+    """Tokens in a folder, and copies of the library: the system loads each copy as a separate library.
 
-    So each test has a library that is not initialized yet, and an operator whom the client does not know.
+    So each test has an uninitialized library, and an operator that shares no state with the client.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,10 @@ class ViewCase:
 
     Attributes:
         folder: Where its files are.
-        table: Settings beside the footer key.
+        table: Settings in addition to the footer key.
         reading: Settings of reading.
-        kms: Whose keys can be denied.
-        more: Settings beside these.
+        kms: The KMS, which can deny keys.
+        more: Settings in addition to these.
     """
 
     folder: Path
@@ -80,7 +80,7 @@ def parquet_bytes(table: pa.Table, **options: Any) -> bytes:
 
 
 def contents(data: bytes) -> dict[tuple[int, str], dict[str, Any]]:
-    """Return what a plaintext file has in its chunks: pages without headers, indexes, Bloom filters."""
+    """Return the contents of a plaintext file's chunks: pages without headers, indexes, Bloom filters."""
     source = MemorySource(data)
     footer = read_footer(source, None)
     result = {}
@@ -117,7 +117,7 @@ def contents(data: bytes) -> dict[tuple[int, str], dict[str, Any]]:
 
 
 def same_contents(data: bytes, plain: bytes) -> bool:
-    """Return whether all chunks of two plaintext files have the same, but for where it lies."""
+    """Return whether all chunks of two plaintext files are equal, apart from their positions."""
 
     def without_offsets(file: bytes) -> Any:
         return {

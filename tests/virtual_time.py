@@ -1,4 +1,4 @@
-"""Time for threads that mostly sleep: it leaps to the next who wakes up as soon as all are asleep."""
+"""Time for threads that mostly sleep: once all are asleep, it jumps to the next wake-up."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from parquet_keytools.kms.remote_client import Time
 
 _HANGS_AFTER_SECONDS = 250
-"""Of real time: a machine with much else to do may leave threads waiting for long."""
+"""Real seconds: a busy machine may leave threads waiting for long."""
 
 
 class VirtualTime:
-    """A clock for a known number of threads, which wait for nothing but `sleep`.
+    """A clock for a known number of threads, which wait only in `sleep`.
 
     Attributes:
-        slept: All pauses that were asked for.
+        slept: All requested pauses.
     """
 
     def __init__(self, seed: int = 1) -> None:
@@ -35,11 +35,11 @@ class VirtualTime:
             return self._now
 
     def source(self) -> Time:
-        """Return what a client takes."""
+        """Return the time source that a client takes."""
         return Time(self, self.sleep, self._random.uniform)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until so many seconds have passed for all."""
+        """Sleep until this number of seconds has passed for all."""
         assert seconds >= 0
         with self._state:
             self.slept.append(seconds)
@@ -49,12 +49,12 @@ class VirtualTime:
         assert woken.wait(_HANGS_AFTER_SECONDS)
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; for a single thread."""
+        """Advance the time; for a single thread."""
         with self._state:
             self._now += seconds
 
     def run(self, works: list[Callable[[], None]]) -> None:
-        """Run functions in a thread each, until all have returned."""
+        """Run each function in its own thread, until all have returned."""
         failures: list[BaseException] = []
 
         def run_one(work: Callable[[], None]) -> None:

@@ -39,9 +39,9 @@ class TestInMemoryKms(KmsClientContract):
 
 
 class TestKeystoreKms(KmsClientContract):
-    """What an operator does comes from another process's view of the file: a keystore of its own."""
+    """An operator uses another process's view of the file: a separate keystore."""
 
-    # A keystore has no principals, so there is nothing to deny: that one test is skipped.
+    # A keystore has no principals, so access cannot be denied: only that test is skipped.
 
     @pytest.fixture
     def operator(self, tmp_path: Path) -> Keystore:

@@ -1,4 +1,4 @@
-"""The raw form of wrapped keys, over the clients that need no service: that of the KMS of Iceberg's own tests."""
+"""The raw form of wrapped keys, over the clients that need no service; the same as in Iceberg's own test KMS."""
 
 import os
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_damage_and_other_master_keys_are_found(kms: KmsClient) -> None:
 
 
 def test_the_two_forms_are_not_taken_for_each_other(kms: KmsClient) -> None:
-    """Whoever may write key material of Parquet must not have raw keys unwrapped, which nothing binds."""
+    """A writer of Parquet key material must not get raw keys unwrapped, which nothing binds."""
     raw = kms.wrap_raw(CANARY, "one")
     for text in (strict_base64.encode(raw), f"keystore:v1:{strict_base64.encode(raw)}"):
         with pytest.raises(WrappedKeyInvalidError):
@@ -104,7 +104,7 @@ def test_old_versions_unwrap_until_they_are_disabled(operator: Keystore) -> None
 
 
 def test_a_wrapped_key_that_is_base64_of_its_raw_form_needs_no_more_code() -> None:
-    """The hooks of a backend such as AWS: what is wrapped for Iceberg is what is wrapped for Parquet."""
+    """The hooks of a backend such as AWS: keys are wrapped for Iceberg in the same way as for Parquet."""
     asked: list[tuple[object, str]] = []
 
     class Base64Kms(InMemoryKms):

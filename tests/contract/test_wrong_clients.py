@@ -1,4 +1,4 @@
-"""The contract over clients that are wrong, one in each way: what it lets through, no author would hear of."""
+"""The contract over clients that are wrong, each in one way: authors would not learn of a missed mistake."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from parquet_keytools.secret_bytes import SecretBytes
 
 
 class Contract(KmsClientContract):
-    """What an author writes; its tests are called here one by one."""
+    """An author's test class; its tests are called here one by one."""
 
     @pytest.fixture
     def kms(self) -> KmsClient:
@@ -79,7 +79,7 @@ def run(test: str, client: type[InMemoryKms]) -> None:
 
 
 class VersionedKms(InMemoryKms):
-    """Says in a wrapped key which version wrapped it, and unwraps with that one alone."""
+    """States in a wrapped key which version wrapped it, and unwraps only with that version."""
 
     def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
         wrapped_key = super()._wrap(key, master_key_id)
@@ -131,7 +131,7 @@ class OneMasterKey(InMemoryKms):
 
 
 class NoTag(InMemoryKms):
-    """Finds no damage, as with AES-CTR."""
+    """Detects no damage, as with AES-CTR."""
 
     def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
         self._usable(master_key_id, "wrap")
@@ -143,7 +143,7 @@ class NoTag(InMemoryKms):
 
 
 class TakesMore(InMemoryKms):
-    """Does not look at what follows a wrapped key."""
+    """Ignores bytes after a wrapped key."""
 
     def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
         for end in range(40, len(wrapped_key) + 1, 4):
@@ -165,7 +165,7 @@ class CallsDamageAnOutage(InMemoryKms):
 
 
 class NamesAnotherMasterKey(InMemoryKms):
-    """The error would be about a master key that has nothing to do with it."""
+    """The error would be about an unrelated master key."""
 
     def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
         try:
@@ -175,7 +175,7 @@ class NamesAnotherMasterKey(InMemoryKms):
 
 
 class CreatesMasterKeys(InMemoryKms):
-    """A name with a typing error becomes a master key."""
+    """A misspelt name becomes a master key."""
 
     def _wrap(self, key: SecretBytes, master_key_id: str) -> str:
         if master_key_id not in self._master_keys:
@@ -184,7 +184,7 @@ class CreatesMasterKeys(InMemoryKms):
 
 
 class CallsAMissingKeyDenied(InMemoryKms):
-    """Readers that hide denied columns would return less than there is."""
+    """Readers that hide denied columns would return less data than there is."""
 
     def _existing(self, master_key_id: str, operation: str) -> Any:
         if master_key_id not in self._master_keys:
@@ -203,14 +203,14 @@ class AnyLength(InMemoryKms):
 
 
 class OtherOrder(InMemoryKms):
-    """Each answer is of another request."""
+    """Each answer belongs to another request."""
 
     def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
         return super()._unwrap_many(requests)[::-1]
 
 
 class OneFailureIsAll(InMemoryKms):
-    """What fails for one request is raised for all."""
+    """The failure of one request is raised for all."""
 
     def _unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
         return [self._unwrap(request.wrapped_key, request.master_key_id) for request in requests]
@@ -220,14 +220,14 @@ class OneFailureIsAll(InMemoryKms):
 
 
 class FirstHundred(InMemoryKms):
-    """Takes no more in one call."""
+    """Accepts no more in one call."""
 
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
         return super()._wrap_many(requests[:100])
 
 
 class AsksTwice(InMemoryKms):
-    """Asks for each of equal requests, and also for none."""
+    """Repeats equal requests, and makes a call for no requests."""
 
     def unwrap_many(self, requests: Sequence[UnwrapRequest]) -> list[SecretBytes | KmsError]:
         self._call_counts["unwrap"] += len(requests) or 1
@@ -260,7 +260,7 @@ class ForgetsOldVersions(InMemoryKms):
 
 
 class BelievesTheVersion(VersionedKms):
-    """An attacker makes old wrapped keys look new: nobody would re-wrap them."""
+    """An attacker makes old wrapped keys look new: they would never be re-wrapped."""
 
     def _unwrap(self, wrapped_key: str, master_key_id: str) -> SecretBytes:
         return InMemoryKms._unwrap(self, wrapped_key.partition(":")[2], master_key_id)
@@ -327,7 +327,7 @@ class CallsADeniedKeyDisabled(InMemoryKms):
 
 
 class SharedBuffer(InMemoryKms):
-    """Gives a thread what another one put in."""
+    """Gives a thread what another thread passed in."""
 
     def __init__(self, keys: Mapping[str, Any]) -> None:
         super().__init__(keys)
@@ -378,7 +378,7 @@ class OpenSettings(InMemorySettings):
 
 
 class TakesAnySettings(InMemoryKms):
-    """A setting with a typing error is a setting that nobody knows."""
+    """Ignores a misspelt setting."""
 
     Settings = OpenSettings
 
@@ -420,9 +420,9 @@ FOUND_BY: dict[str, list[type[InMemoryKms]]] = {
 
 @pytest.mark.parametrize("test", TESTS)
 def test_wrong_clients_are_found(test: str) -> None:
-    """By each test of the contract, for what it is there for."""
+    """By the contract test that is meant for it."""
     for client in FOUND_BY[test]:
         with pytest.raises((AssertionError, pytest.fail.Exception, KmsError, ValueError)) as caught:
             run(test, client)
-        # As a client is wrong here, and in no other way.
+        # The client is wrong in this way only.
         assert "unexpected " not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Mutants of valid files end in our errors, and never in anything else."""
+"""Mutants of valid files end in our errors, and in no others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FILES = [_PLAIN] + [
 @st.composite
 def _mutants(draw: st.DrawFn) -> bytes:
     data = bytearray(draw(st.sampled_from(_FILES)))
-    # Most changes near the end, where the footer is.
+    # Most changes are near the end, where the footer is.
     for _ in range(draw(st.integers(1, 4))):
         from_end = draw(st.one_of(st.integers(1, 1_500), st.integers(1, len(data))))
         position = max(0, len(data) - from_end)

@@ -1,4 +1,4 @@
-"""A struct that is read field by field says what a naive reader says, which builds all of it at once."""
+"""A struct that is read field by field equals the result of a naive reader, which builds all of it at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FOOTERS = _footers()
 
 
 class _Naive:
-    """Reads all of a struct; raises IndexError or ValueError for what is none."""
+    """Reads a whole struct; raises IndexError or ValueError for invalid bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -101,7 +101,7 @@ class _Naive:
             count = header >> 4 if header >> 4 < 15 else self.varint(32)
             return self.elements(count, header & 0x0F, depth)
         if code == 11:
-            # Maps stay bytes: fields in them may come twice.
+            # Maps stay bytes: fields in them may be repeated.
             start, was_in_map, self.is_in_map = self.at, self.is_in_map, True
             count = self.varint(32)
             types = self.take(1)[0] if count else 0
@@ -129,7 +129,7 @@ def _naive(data: bytes) -> tuple[Any, int] | None:
 
 
 def _all(value: Any) -> Any:
-    """Return a value of the lazy reader as the naive one has it."""
+    """Return a value of the lazy reader in the naive reader's form."""
     if isinstance(value, Struct):
         return {field_id: (int(code), _all(inner)) for field_id, (code, inner) in value.fields.items()}
     if isinstance(value, ThriftList):
@@ -149,11 +149,11 @@ def _agree(data: bytes) -> None:
         try:
             found = _all(struct)
         except ParquetFormatError:
-            assert expected is None  # A field of a nested struct comes twice.
+            assert expected is None  # A field of a nested struct is repeated.
             continue
         if expected is not None:
             assert (found, end) == expected
-            # Everything was built, and is written from that.
+            # Everything was built, and is written from there.
             written = struct.as_bytes()
             assert _naive(written) == (expected[0], len(written))
 
@@ -167,7 +167,7 @@ _VALUES = [None, (WireType.I64, -7), (WireType.I32, 300), (WireType.TRUE, None),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_what_is_set_is_written_as_if_all_had_been_read(footer: bytes, draw: st.DataObject) -> None:
-    """Fields set, removed and changed within, of structs whose fields were not read, and of copies of these."""
+    """Set, remove and change nested fields of structs whose fields were not read, and of copies of these."""
     row_group = FileMetaData.read(footer)[0].row_groups[0]
     chunk = draw.draw(st.sampled_from(row_group.columns))
     original = chunk.serialise()
@@ -277,7 +277,7 @@ def test_each_byte_altered(footer: bytes, value: int) -> None:
 
 
 def test_threads_read_one_struct_together() -> None:
-    """Footers are shared: what one thread has just read must be there for the other."""
+    """Footers are shared: fields that one thread has just read must be visible to the other."""
     data = _FOOTERS[1]
     expected, _ = _naive(data) or (None, 0)
     before = sys.getswitchinterval()

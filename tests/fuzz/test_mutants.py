@@ -1,8 +1,8 @@
 """Mutants of valid files go through inspect, verify and decrypt.
 
-None is taken for the file that it was, none ends in anything but our errors, none takes long or much memory. The
-environment variable MUTANTS says how many there are; `make soak` takes 100,000. Some more are made by a writer
-that has the keys: all of their modules are authentic, and anything may stand in them.
+No mutant passes as the original file, none ends in anything but our errors, none takes long or much memory. The
+environment variable MUTANTS sets their number; `make soak` uses 100,000. A writer with the keys makes
+some more: all of their modules are authentic, with any content.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from parquet_keytools.storage.locations import FileLocation
 
 MUTANTS = how_many(100, 100_000)
 BASES = ("column-keys", "uniform", "plaintext-footer", "v2-pages", "nested", "zstd", "double-wrapping", "ctr-crc")
-"""Every byte of these is authenticated, or covered by a CRC, or stands where the rules look at it."""
+"""Every byte of these is authenticated, or covered by a CRC, or checked by a rule."""
 
 _MAX_SECONDS = 1.0
 _MAX_MEMORY_BYTES = 200_000_000
@@ -47,7 +47,7 @@ _MAX_MEMORY_BYTES = 200_000_000
 
 @dataclass
 class Base:
-    """A valid file, and what is known of it."""
+    """A valid file, and the facts known about it."""
 
     data: bytes
     keytools: Keytools
@@ -110,7 +110,7 @@ def mutant(data: bytes, generator: random.Random) -> bytes:
 
 
 def shape(report: FileReport) -> object:
-    """Return all that a report says, apart from how many modules there are."""
+    """Return the contents of a report, except for the number of modules."""
     return (
         report.verdict,
         [(result.rule.id, result.outcome, result.reasons) for result in report.rules],
@@ -160,7 +160,7 @@ def test_mutants(name: str, tmp_path: Path) -> None:
     assert grown < _MAX_MEMORY_BYTES, f"memory grew by {grown:,} bytes"
 
 
-# --- Writers that have the keys ----------------------------------------------------------------------------
+# --- Writers with the keys ---------------------------------------------------------------------------------
 
 _NUMBERS = (
     0,
@@ -283,14 +283,14 @@ def _fields(root: Struct) -> Iterator[tuple[Struct, int]]:
 
 @pytest.mark.timeout(3600)
 def test_files_of_hostile_writers(tmp_path: Path) -> None:
-    """Nothing that a writer with keys can put into a file stops `verify` or `inspect`, or takes them long."""
+    """Nothing that a writer with keys can put into a file stops `verify` or `inspect`, or makes them slow."""
     keytools = kit_keytools()
     slowest = 0.0
     for seed in range(MUTANTS // 10):
         try:
             data = HostileWriter(seed).file()
         except (KeytoolsError, AttributeError, TypeError, ValueError):
-            continue  # The sealer itself could not go on with it.
+            continue  # The sealer itself could not continue with it.
         started = time.thread_time()
         try:
             for found in (finder(keytools), None):

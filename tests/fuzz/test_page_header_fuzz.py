@@ -1,4 +1,4 @@
-"""What is read of page headers and offset indexes, whatever their bytes."""
+"""Page headers and offset indexes from any bytes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_a_header_says_is_what_its_record_says(data: bytes) -> None:
     expected.compressed_page_size = 99
     if expected.crc is not None:
         expected.crc = 7
-    with contextlib.suppress(ParquetFormatError):  # A field of a nested struct comes twice.
+    with contextlib.suppress(ParquetFormatError):  # A field of a nested struct is repeated.
         assert changed.struct.fields == expected.struct.fields
 
 
@@ -89,7 +89,7 @@ _LIKE_WRITTEN = st.builds(
 
 
 def _contents_of(data: bytes) -> PageContents | None:
-    """Return what the records of a header say of its page's content; None where that cannot be."""
+    """Return a header's statement about its page's content; None where that is impossible."""
     header, _ = PageHeader.read(data)
     length = header.uncompressed_page_size
     if header.type == PageHeader.INDEX_PAGE:

@@ -1,8 +1,7 @@
-"""Mutants of what lies in or beside a valid data set: key material and footers.
+"""Mutants of the key material and footers in or beside a valid data set.
 
-Each goes through rotate, keys, rekey or read. It ends in the right data or in an error that names the file,
-and never in a "done" or "not needed" that is untrue. MUTANTS says how many there are; `make mutants` takes
-200,000.
+Each goes through rotate, keys, rekey or read. It ends in the right data or in an error that names the file, and
+never in a false "done" or "not needed". MUTANTS sets their number; `make mutants` uses 200,000.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ KEYS = {name: [f"{name} version {number}".ljust(32).encode() for number in (1, 2
 
 
 class LabelledKms(InMemoryKms):
-    """Says in what it wraps which version did, as a keystore or Vault does; and binds that."""
+    """States and binds in a wrapped key which version wrapped it, as a keystore or Vault does."""
 
     def wrapped_key_version(self, wrapped_key: str, master_key_id: str) -> str | None:
         label, colon, _ = wrapped_key.partition(":")
@@ -94,7 +93,7 @@ def tools_of(kms: InMemoryKms, **settings: Any) -> Keytools:
 
 @dataclass
 class Base:
-    """A valid data set of one file, and who reads it."""
+    """A valid data set of one file, and its readers."""
 
     settings: dict[str, Any]
     files: dict[str, bytes]
@@ -113,7 +112,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def base(folder: Path, settings: dict[str, Any]) -> Base:
-    """Make a file whose master keys have another version by now."""
+    """Make a file whose master keys have got another version since."""
     folder.mkdir(parents=True)
     path = folder / "x.parquet"
     tools_of(LabelledKms.with_versions(1), **settings).write_table(TABLE, path)
@@ -159,7 +158,7 @@ def mutant_bytes(data: bytes, generator: random.Random) -> bytes:
 
 
 def mutant_material(text: str, generator: random.Random) -> str:
-    """Return key material with a field changed, as somebody would who knows what it means."""
+    """Return key material with a field changed, by an attacker who knows its meaning."""
     fields = json.loads(text)
     name = generator.choice(sorted(fields))
     kind = generator.randrange(7)
@@ -208,7 +207,7 @@ def _strings(root: Struct) -> Iterator[tuple[Struct, int]]:
 
 
 def mutant_footer(data: bytes, path: Path, generator: random.Random) -> bytes:
-    """Return a file whose footer, or what stands before an encrypted one, has other fields."""
+    """Return a file whose footer, or the part before an encrypted one, has other fields."""
     path.write_bytes(data)
     tail, _ = read_tail(FileLocation.resolve(path))
     footer, is_encrypted = footer_of(tail.data), data.endswith(b"PARE")
@@ -265,7 +264,7 @@ def mutate(found: Base, folder: Path, generator: random.Random) -> dict[str, byt
     return files
 
 
-# --- what must hold ---
+# --- invariants ---
 
 
 def reads(tools: Keytools, path: Path) -> bool:
@@ -332,7 +331,7 @@ CHECKS: tuple[Callable[[Base, Path, dict[str, bytes]], str], ...] = (
 
 
 class Inline:
-    """Does in this thread what a pool of threads would do: one file needs no pool, and its threads take long."""
+    """Does a thread pool's work in this thread: one file needs no pool, and its threads take long."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -349,7 +348,7 @@ class Inline:
 
 @pytest.fixture
 def fast_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in memory, where there is one, and no waiting for a disk: this is not about power cuts."""
+    """An in-memory folder, if available, and no syncing to disk: power failures are not tested here."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     for module in (data_set_run, inventory, opened_file):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)

@@ -72,7 +72,7 @@ def test_any_bytes_end_in_a_struct_or_a_format_error(data: bytes) -> None:
     except ParquetFormatError:
         return
     assert 0 < end <= len(data)
-    # What was read can be written, and means the same; it may be shorter, where integers were padded.
+    # The parsed struct can be written, and means the same; it may be shorter, where integers were padded.
     written = struct.as_bytes()
     assert read_struct(written)[0] == struct
     assert len(written) <= end

@@ -1,4 +1,4 @@
-"""Spark for these tests, in one JVM; what happens where there is no Java."""
+"""Spark for these tests, in one JVM; and the handling of a missing Java."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JAVA_MISSING = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """End the run before its first test where Java is needed and not there."""
+    """End the run before its first test if Java is needed and missing."""
     needed = any("spark" in getattr(item, "fixturenames", ()) for item in items)
     if needed and not WITHOUT_SPARK and not _has_java():
         raise pytest.UsageError(JAVA_MISSING)
@@ -46,12 +46,12 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spark]:
 
 @pytest.fixture(scope="session")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """All engines but Spark, and what they wrote so far."""
+    """All engines but Spark, and the files that they wrote so far."""
     return Matrix(tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.fixture(scope="session")
 def matrix_with_spark(matrix: Matrix, spark: Spark) -> Matrix:
-    """All engines, and what they wrote so far."""
+    """All engines, and the files that they wrote so far."""
     matrix.add_spark(spark)
     return matrix

@@ -1,8 +1,8 @@
-"""Which engine reads what which other wrote, and whose limit it is where one cannot.
+"""Which engine reads which other engine's files, and whose limit it is if one cannot.
 
     python tests/interop/matrix.py
 
-writes the tables in docs/interoperability.md anew, from what it finds.
+updates the tables in docs/interoperability.md.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ WRITES: dict[str, tuple[Policy, ...]] = {
     POLARS: policies.WITHOUT_KMS,
     DUCKDB: (policies.DATA_KEYS_FLAT,),
 }
-"""What each engine can write, of what is tried."""
+"""The tested cases that each engine can write."""
 
 CALLED_WRONGLY = (TypeError, AttributeError, NameError, ImportError)
-"""No limit of an engine, but a mistake in how the tests call it."""
+"""Not a limit of an engine, but a mistake in how the tests call it."""
 
 ROWS = [(writer, policy) for writer in ENGINES for policy in WRITES[writer]]
 
@@ -73,9 +73,9 @@ class Limit:
     """Why a reader cannot read a file.
 
     Attributes:
-        whose: The engine whose limit it is.
+        whose: The engine that has the limit.
         sentence: What it does not do.
-        applies: Whether it stands between a file and a reader.
+        applies: Whether it affects a file and a reader.
     """
 
     whose: str
@@ -166,10 +166,10 @@ class Matrix:
         return self._files[writer, policy]
 
     def outcome(self, writer: str, policy: Policy, reader: str) -> Limit | None:
-        """Return the limit that stands between a file and a reader; None where it is read and right.
+        """Return the limit that affects a file and a reader; None if the file is read correctly.
 
         Raises:
-            AssertionError: It is read and should not be, is not read and should be, or is read wrongly.
+            AssertionError: It is read and should not be, is not read and should be, or is read incorrectly.
         """
         cell = (writer, policy, reader)
         if cell not in self._outcomes:
@@ -185,7 +185,7 @@ class Matrix:
         except Exception as error:
             if limit is None:
                 raise
-            # The words are another project's, and change.
+            # The wording is another project's, and changes.
             was_expected = (
                 isinstance(error, KeytoolsError) if reader in OURS else not isinstance(error, CALLED_WRONGLY)
             )
@@ -202,7 +202,7 @@ def said_of(limit: Limit) -> str:
 
 
 def tables(matrix: Matrix) -> str:
-    """Return the tables as Markdown, from what is found."""
+    """Return the tables as Markdown, from the results."""
     notes: list[Limit] = []
     detail = [("written by", "how", *ENGINES), ("---", "---", *("---" for _ in ENGINES))]
     counts = {(writer, reader): [0, 0] for writer in ENGINES for reader in ENGINES}
@@ -232,7 +232,7 @@ _BEGIN, _END = "<!-- tables: begin -->\n\n", "\n\n<!-- tables: end -->"
 
 
 def tables_of_page() -> str:
-    """Return the tables as they stand in the documentation."""
+    """Return the tables in the documentation."""
     return _page_parts()[1]
 
 
@@ -243,7 +243,7 @@ def _page_parts() -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """Write the tables in the documentation anew."""
+    """Update the tables in the documentation."""
     from engines.spark import Spark, spark_session
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The attacks of tests/tamper, with Spark among the readers: the documentation shows what is found."""
+"""The attacks of tests/tamper, with Spark among the readers: the documentation shows the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attack_table import comparison, table_of_page
 from attacks import Attacked
 
 
-# Spark is started by what reads; where there is none, its column cannot be compared.
+# The readers start Spark; without it, its column cannot be compared.
 @pytest.mark.skipif(os.environ.get("SPARK") == "no", reason="SPARK=no leaves the tests with Spark out")
 def test_the_documentation_shows_what_was_found(tmp_path: Path) -> None:
     assert table_of_page() == comparison(Attacked(tmp_path / "attacks")), (

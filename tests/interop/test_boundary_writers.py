@@ -1,4 +1,4 @@
-"""Readers of others take a file under a prefix that is not its own, as docs/aad-prefix-boundary.md says."""
+"""Other readers accept a file under another file's prefix, as docs/aad-prefix-boundary.md says."""
 
 from __future__ import annotations
 

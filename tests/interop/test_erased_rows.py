@@ -1,4 +1,4 @@
-"""Rows removed from a file that Spark wrote, with timestamps of 96 bits: Spark reads the others."""
+"""Rows removed from a file that Spark wrote, with 96-bit timestamps: Spark reads the other rows."""
 
 from __future__ import annotations
 

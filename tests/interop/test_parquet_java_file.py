@@ -25,7 +25,7 @@ def tools() -> Keytools:
 
 @pytest.fixture
 def path(parquet_test_data: Path, tmp_path: Path) -> Path:
-    """Return a copy of the file, with its key material beside it, in a folder of its own."""
+    """Return a copy of the file, with its key material beside it, in a new folder."""
     for name in (NAME, f"_KEY_MATERIAL_FOR_{NAME}.json"):
         shutil.copy(parquet_test_data / name, tmp_path)
     return tmp_path / NAME
@@ -54,7 +54,7 @@ def test_a_column_that_is_refused(tools: Keytools, path: Path) -> None:
 
 
 def test_key_material_of_another_master_key(tools: Keytools, path: Path) -> None:
-    """Nothing authenticates the JSON file; what was altered in it must still end in an error."""
+    """The JSON file is not authenticated; a change in it must still end in an error."""
     file = path.with_name(f"_KEY_MATERIAL_FOR_{NAME}.json")
     materials = json.loads(file.read_text())
     materials["columnKey0"], materials["columnKey1"] = materials["columnKey1"], materials["columnKey0"]

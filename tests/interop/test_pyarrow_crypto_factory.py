@@ -29,7 +29,7 @@ TABLE = pa.table(
 
 
 class PlainKms(pe.KmsClient):
-    """What a user of pyarrow would write for parquet-java's in-memory test KMS."""
+    """The settings of a pyarrow user, for parquet-java's in-memory test KMS."""
 
     def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
         nonce = os.urandom(12)
@@ -97,7 +97,7 @@ def read_with_plain_factory(factory: pe.CryptoFactory, path: Path) -> pa.Table:
 
 
 def assert_encrypted(path: Path, *, plaintext_footer: bool) -> None:
-    """A round trip alone would pass over files that nobody encrypted."""
+    """A round trip alone would not detect unencrypted files."""
     data = path.read_bytes()
     assert data[:4] == data[-4:] == (b"PAR1" if plaintext_footer else b"PARE")
     assert b"text 3" not in data
@@ -109,7 +109,7 @@ def test_the_plain_factory_reads_what_we_write(
 ) -> None:
     path = tmp_path / "x.parquet"
     result = keytools(variant).write_table(TABLE, path, row_group_size=300, compression="none")
-    # With uniform encryption Arrow takes no notice of plaintext_footer; else it shows size statistics there.
+    # With uniform encryption, Arrow ignores plaintext_footer; otherwise it shows size statistics there.
     is_by_pyarrow = not variant["plaintext_footer"] and variant["key_material"] == "internal"
     assert result.engine == ("pyarrow" if is_by_pyarrow else "module encryptor")
     assert_encrypted(path, plaintext_footer=bool(variant["plaintext_footer"]))
@@ -122,7 +122,7 @@ def test_the_plain_factory_reads_what_the_module_encryptor_writes(
     factory: pe.CryptoFactory, tmp_path: Path, variant: dict[str, object]
 ) -> None:
     path = tmp_path / "x.parquet"
-    # A stored AAD prefix is the lightest thing that only the module encryptor does.
+    # A stored AAD prefix is the smallest feature that only the module encryptor supports.
     result = keytools(variant, aad_prefix="t/{file_name}").write_table(
         TABLE, path, row_group_size=300, compression="none"
     )

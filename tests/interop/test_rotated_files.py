@@ -49,7 +49,7 @@ def name_of(writer: type[Any] | None) -> str:
     return SPARK if writer is None else writer.__name__
 
 
-# Policy, rotation and writer are independent: each pair is there.
+# Policy, rotation and writer are independent: each pair occurs.
 TRIPLES = [
     pytest.param(policy, ROTATIONS[r], WRITERS[w], id=f"{name_of(WRITERS[w])}-{ROTATION_NAMES[r]}-{policy.title}")
     for p, policy in enumerate(POLICIES)
@@ -70,7 +70,7 @@ def wrapped_keys(tools: Keytools, path: Path) -> set[str]:
 
 
 def rotate(policy: Policy, path: Path, options: dict[str, Any]) -> None:
-    """Rotate twice, as within an hour, and see that both did something."""
+    """Rotate twice, as within an hour, and check that each rotation changed the keys."""
     tools = keytools(policy, moves=options.get("moves"))
     for _ in range(2):
         before = wrapped_keys(tools, path)
@@ -90,8 +90,8 @@ def rotate(policy: Policy, path: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("policy", "options", "writer"), TRIPLES)
 def test_pyarrow_reads(tmp_path: Path, policy: Policy, options: dict[str, Any], writer: type[Any]) -> None:
     path = writer().write(policy, tmp_path)
-    # Arrow shows more in plaintext footers than the specification allows. A rotation changes nothing about what a
-    # file conforms to, once the configuration says where its keys moved to.
+    # Arrow shows more in plaintext footers than the specification allows. A rotation does not change whether a
+    # file conforms, once the configuration says where its keys moved to.
     conforms = keytools(policy).verify_file(path).conforms
     rotate(policy, path, options)
     file = EncryptedFile(ARROW_PATH, policy, path)

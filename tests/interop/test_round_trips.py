@@ -1,4 +1,4 @@
-"""What is written encrypted is read back equal, by every way that pyarrow has."""
+"""Encrypted tables are read back equal, in every way that pyarrow has."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_public_files(parquet_test_data: Path, path: Path, by_arrow: bool, tmp_p
     written = tmp_path / "x.parquet"
     expected = io.BytesIO()
     pq.write_table(table, expected)
-    # Not every type comes back as it was from Parquet; encryption must not change what does.
+    # Parquet does not restore every type; encryption must not change the types that it restores.
     if by_arrow:
         assert_equal(pq.read_table(written, decryption_properties=tools.decryption_properties(written)), expected)
     assert_equal(tools.read_table(written), expected)
@@ -116,7 +116,7 @@ def test_public_files(parquet_test_data: Path, path: Path, by_arrow: bool, tmp_p
 
 
 def test_there_are_public_files(parquet_test_data: Path) -> None:
-    """Else the test above runs over nothing."""
+    """Otherwise the test above has no cases."""
     assert len(readable_files()) >= 25
 
 
@@ -153,7 +153,7 @@ ODD_NAMES = [
 
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_odd_column_names(name: str, tmp_path: Path) -> None:
-    """pyarrow's own list of column keys is a text in which some of them mean something."""
+    """pyarrow's own list of column keys is a text in which some of them have a meaning."""
     table = pa.table([[1, 2, 3], ["x", "y", "z"]], names=[name, "other"])
     tools = keytools({"kc1": ["other"]}, unlisted_columns="footer_key") if not name else keytools({"kc1": [name]})
     path = tmp_path / "x.parquet"
@@ -444,7 +444,7 @@ def failing_batches(rows: int) -> pa.RecordBatchReader:
 def test_a_data_set_that_fails_leaves_the_old_one(
     tmp_path: Path, settings: dict[str, Any], behaviour: str
 ) -> None:
-    """Arrow deletes and overwrites as it goes; half of a data set looks like all of it."""
+    """Arrow deletes and overwrites as it goes; half a data set looks like a whole one."""
     tools = keytools({"kc1": ["b"]}, **settings)
     tools.write_dataset(TABLE, tmp_path, partitioning=["part"])
     before = files_under(tmp_path)
@@ -463,7 +463,7 @@ def test_a_data_set_that_fails_leaves_the_old_one(
 
 @pytest.mark.parametrize("behaviour", ["overwrite_or_ignore", "delete_matching"])
 def test_key_material_that_lost_its_file(tmp_path: Path, behaviour: str) -> None:
-    """Arrow deletes it with the rest of the folder, after the new file of that name has its own there."""
+    """Arrow deletes it with the rest of the folder, after the new file of that name has written its own there."""
     tools = keytools({"kc1": ["b"]}, key_material="external")
     options: dict[str, Any] = {"partitioning": ["part"], "existing_data_behavior": behaviour}
     tools.write_dataset(TABLE, tmp_path, **options)
@@ -502,7 +502,7 @@ def test_an_encrypted_data_set_is_the_source(tmp_path: Path) -> None:
 
 
 def test_partitions_need_no_key(tmp_path: Path) -> None:
-    """The values of a partition's column stand in the names of folders."""
+    """The values of a partition column are in folder names."""
     for pattern in ("part", "p*"):
         tools = keytools({"kc1": [pattern]})
         with pytest.raises(ConfigurationError, match="'part' would be in the names of folders"):

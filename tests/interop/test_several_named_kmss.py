@@ -1,4 +1,4 @@
-"""Files with keys in named KMSs: what other readers open, and Spark with our bridge."""
+"""Files with keys in named KMSs: what other readers can open, and Spark with our bridge."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ every_writer = pytest.mark.parametrize("settings", WRITERS.values(), ids=WRITERS
 
 
 def keytools(folder: Path, *, claims: str, **settings: Any) -> Keytools:
-    """Return a configuration whose column `claim` is under a master key in one KMS or the other."""
+    """Return a configuration whose column `claim` is under a master key in one of two KMSs."""
     document = {
         "version": 1,
         "kms": {
@@ -62,7 +62,7 @@ def keytools(folder: Path, *, claims: str, **settings: Any) -> Keytools:
 
 
 class PlainKms(pe.KmsClient):
-    """What a user of pyarrow would write, with master keys by the identifier in the file."""
+    """The settings of a pyarrow user, with master keys by the identifier in the file."""
 
     def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
         raise NotImplementedError
@@ -100,7 +100,7 @@ def test_pyarrow_shows_the_kms_of_a_column_to_its_client(tmp_path: Path) -> None
 
 
 def bridge(tools: Keytools) -> dict[str, str]:
-    """Return what `configure` sets for a whole session, as options of a read or write."""
+    """Return the session settings of `configure`, as options of a read or write."""
     start = "spark.hadoop."
     settings = session_settings(tools.configuration)
     return {name.removeprefix(start): value for name, value in settings.items() if name.startswith(start)}

@@ -41,7 +41,7 @@ KEY_MATERIAL = [
     for length_bits in (128, 256)
     for double_wrapping in (True, False)
     for key_material in PLACES
-    # Each pair is there.
+    # Each pair occurs.
     if SOAK or (length_bits == 128) ^ double_wrapping ^ (key_material == "internal")
 ]
 MODES = [
@@ -119,7 +119,7 @@ def test_we_rekey_and_spark_reads(spark: Spark, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def all_encrypted(plain: Path) -> Path:
-    """The file with all columns under a key of their own, so that no chunk's metadata is visible."""
+    """The file with all columns under their own key, so that no chunk's metadata is visible."""
     tools = Keytools.from_mapping(
         {
             "version": 1,
@@ -143,7 +143,7 @@ OTHER_FILTERS = ("stats", "dictionary", "columnindex", "bloom")
         ("id = 123", (), ROWS),
         ("id = 123", ("stats",), ROW_GROUP_ROWS),
         ("id = 123", ("stats", "columnindex"), PAGE_ROWS),
-        # Between the least and the greatest name of each row group, and nowhere.
+        # Between the minimum and maximum name of each row group, and nowhere.
         ("name = 'name 55'", ("stats",), ROWS),
         ("name = 'name 55'", ("stats", "bloom"), 0),
     ],
@@ -205,7 +205,7 @@ def _material_shape(path: Path) -> dict[str, dict[str, object]]:
 
 
 def test_spark_leaves_the_levels_of_v2_pages_in_plaintext(spark: Spark, tmp_path: Path) -> None:
-    """The limit that the matrix names, seen in the file itself."""
+    """The limit that the matrix names, shown in the file itself."""
     one_name_in_five_is_null = bytes.fromhex("de7befbdf7de7befbd")
     plain = _spark_writes(spark, tmp_path, "snappy", 2)
     theirs = spark.write(policies.V2_PAGES, tmp_path)

@@ -25,7 +25,7 @@ def test_the_files_of_spark_move_to_the_new_kms(spark: Spark, tmp_path: Path) ->
     options = dict(line.split("=", 1) for line in properties.splitlines())
     # It wraps as parquet-java's InMemoryKMS does.
     options["parquet.encryption.kms.client.class"] = "InteropKeys$Kms"
-    # Spark keeps clients by this token, and other tests of this JVM have other keys.
+    # Spark caches clients by this token, and other tests of this JVM have other keys.
     options["parquet.encryption.key.access.token"] = "recipe"
     options["interop.master.keys"] = ",".join(f"{name}:{key}" for name, key in keys.items())
     rows = [(1545, "N14228"), (1714, "N24211"), (1141, "N619AA"), (725, "N804JB")]

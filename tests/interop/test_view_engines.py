@@ -177,7 +177,7 @@ def test_fsspec_finds_the_protocol() -> None:
     from importlib.metadata import entry_points
 
     found = [point for point in entry_points(group="fsspec.specs") if point.name == "keytools"]
-    # An installation from before this entry point has none until it is made again.
+    # An installation from before this entry point has none until it is reinstalled.
     assert all(point.load() is KeytoolsUrls for point in found)
 
 
@@ -207,11 +207,11 @@ def test_nothing_outside_of_a_view_is_read(lake: Lake, path: str) -> None:
         link.unlink()
 
 
-# --- What is read for it -------------------------------------------------------------------------------------
+# --- Bytes read ----------------------------------------------------------------------------------------------
 
 
 class Meter:
-    """Counts the bytes that are read of local files."""
+    """Counts the bytes read from local files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read_bytes = 0
@@ -286,7 +286,7 @@ def test_little_more_is_read_than_of_the_plaintext_file(
         connection.register_filesystem(view)
         meter = Meter(monkeypatch)
         assert connection.sql(query.format("keytools")).fetchall() == expected
-    # The files are so small that the 64 KiB at the end, in which a footer is looked for, are a good part of them.
+    # The files are so small that the last 64 KiB, in which a footer is searched, are a large part of them.
     files = len(MONTHS) if "*/*" in query else 1
     assert plain.read_bytes > 100_000
     assert meter.read_bytes <= 1.3 * plain.read_bytes + files * 32 * 1024
@@ -386,7 +386,7 @@ def test_refused_columns(lake: Lake, denied_columns: str, tmp_path: Path) -> Non
 def test_a_query_for_all_other_columns_works(
     tmp_path: Path, position: int, rows_of_group: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DuckDB reads row groups as a whole, refused columns too, if nearly all is asked for."""
+    """DuckDB reads whole row groups, with refused columns, if nearly all columns are requested."""
     names = [f"c{n}" for n in range(40)]
     names.insert(position, "secret")
     table = pa.table({name: range(1_000) for name in names})
@@ -412,7 +412,7 @@ def test_a_query_for_all_other_columns_works(
 
 
 def test_a_read_of_round_lengths_passes_over_refused_columns(tmp_path: Path) -> None:
-    """As kernels and HTTP clients read: only who begins or ends where the column does asks for it."""
+    """As kernels and HTTP clients read: only a read that begins or ends with the column is a request for it."""
     case = ViewCase(tmp_path, {"column_keys": {"secret": ["secret"]}, "unlisted_columns": "footer_key"})
     path = case.encrypt(parquet_bytes(pa.table({"id": range(50_000), "secret": range(50_000)})))
     case.kms.deny("secret")

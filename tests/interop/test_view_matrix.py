@@ -1,4 +1,4 @@
-"""Engines that know no encryption times the ways to show them encrypted files: each cell is right."""
+"""Engines without encryption, times the ways to show them encrypted files: each cell is correct."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from soak import SOAK
 from view_matrix import COLUMNS, ENGINES, HYPARQUET_ROW, Hyparquet, ViewMatrix, cells_of_page, view_matrix
 
 SLOW = {("Ray", "fsspec")}
-"""These rows start many processes: they are for a soak. docs/engines.md, which is always run, has Ray, too."""
+"""These rows start many processes: they run in a soak only. docs/engines.md, which always runs, has Ray, too."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_the_documentation_shows_what_was_found(matrix: ViewMatrix, row: tuple[s
 
 
 if SOAK:
-    # packaging/test_serve_recipe.py, which is always run, reads with hyparquet, too.
+    # packaging/test_serve_recipe.py, which always runs, reads with hyparquet, too.
     def test_hyparquet(matrix: ViewMatrix, tmp_path_factory: pytest.TempPathFactory) -> None:
         hyparquet = Hyparquet.install(tmp_path_factory.mktemp("node"))
         found = [matrix.outcome(hyparquet, column) for column in COLUMNS] if hyparquet else None

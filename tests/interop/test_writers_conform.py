@@ -1,4 +1,4 @@
-"""The files of all writers are verified; where one departs from the specification, it is said whose that is."""
+"""The files of all writers are verified; each deviation from the specification is attributed to its engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from parquet_keytools.conformance.report import RULES_BY_ID, Outcome, Severity, 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a writer departs from the rules.
+    """A writer's deviation from the rules.
 
     Attributes:
         whose: The engine.
         rule: The rule.
-        sentence: What it does.
-        applies: Whether it shows in a file.
+        sentence: What the writer does.
+        applies: Whether a file shows it.
     """
 
     whose: str
@@ -81,7 +81,7 @@ NATURE = (
     ("ctr", lambda policy: policy.algorithm == "AES_GCM_CTR_V1"),
     ("names-visible", lambda policy: policy.plaintext_footer),
 )
-"""Weaknesses that the policy itself asks for."""
+"""Weaknesses that the policy itself causes."""
 
 
 def check(matrix: Matrix, writer: str, policy: Policy) -> None:

@@ -1,4 +1,4 @@
-"""Which engine reads encrypted files by which way of showing them as plain Parquet, and with right answers.
+"""Which engine reads encrypted files through which way of showing them as plain Parquet, with correct answers.
 
     python tests/interop/view_matrix.py
 
@@ -51,7 +51,7 @@ QUERIES = {
     "join": [("American", 1_000), ("JetBlue", 1_000), ("United", 1_000)],
     "100 files": [(ROWS, sum(range(ROWS)))],
 }
-"""Query -> its right answer."""
+"""Query -> its correct answer."""
 
 POLICIES = ("error", "hide", "null", "hash")
 COLUMNS = (*QUERIES, *(f"refused: {policy}" for policy in POLICIES))
@@ -72,13 +72,13 @@ SQL = {
 
 @dataclass(frozen=True)
 class Shown:
-    """Encrypted files, as they are shown.
+    """Encrypted files, as views show them.
 
-    A data set is told which columns will be read: with all of them, a refused one is an error at once.
+    A data set gets the columns that will be read: with all of them, a refused one is an error at once.
 
     Attributes:
         keytools: Decrypts.
-        folder: Where they are.
+        folder: The files' folder.
         server: Serves them.
     """
 
@@ -107,7 +107,7 @@ class Shown:
 
 Answer = list[tuple[Any, ...]]
 Engine = Callable[[Shown, str], Answer]
-"""Returns the rows that an engine answers a query with; the query `refused` reads a column that may be refused."""
+"""Returns an engine's rows for a query; the query `refused` reads a column that may be refused."""
 
 
 # --- SQL ---
@@ -386,7 +386,7 @@ class Hyparquet:
 
     @classmethod
     def install(cls, folder: Path) -> Hyparquet | None:
-        """Install it; None on a machine without node, npm or a way to their registry."""
+        """Install it; None on a machine without node, npm or access to their registry."""
         (folder / "package.json").write_text('{"type": "module"}')
         (folder / "read.js").write_text(_NODE)
         command = [
@@ -509,7 +509,7 @@ class ViewMatrix:
         return self._shown[policy]
 
     def outcome(self, engine: Engine, column: str) -> str:
-        """Return what is in a cell of the table.
+        """Return the contents of a cell of the table.
 
         Raises:
             AssertionError: An answer is wrong.
@@ -553,7 +553,7 @@ def table_text(cells: dict[tuple[str, str], list[str]]) -> str:
 
 
 def cells_of_page() -> dict[tuple[str, str], list[str]]:
-    """Return the cells as they stand in the documentation."""
+    """Return the cells in the documentation."""
     found = _PLACE.search(PAGE.read_text(encoding="utf-8"))
     assert found is not None
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found[0].splitlines()[2:]]

@@ -1,4 +1,4 @@
-"""What runs the programs of the documentation."""
+"""Runs the programs of the documentation."""
 
 from __future__ import annotations
 

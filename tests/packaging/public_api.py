@@ -26,7 +26,7 @@ from parquet_keytools.kms.remote_client import RemoteKmsClient
 RECORD = Path(__file__).with_name("public_api.txt")
 
 MODULES: dict[str, list[str] | None] = {
-    # module -> its public names; None: those that it defines and that have no underscore
+    # module -> its public names; None: the names that it defines without an underscore
     "parquet_keytools": None,
     "parquet_keytools.audit": ["KeyUse", "LOGGER_NAME", "JsonFormatter", "about"],
     "parquet_keytools.config.loader": ["load_configuration", "parse_configuration"],
@@ -100,9 +100,9 @@ NOT_PROMISED = {
     "parquet_keytools.errors.kms_failure",
     "parquet_keytools.errors.value_or_raise",
     "parquet_keytools.errors.without_frames",
-    # For tables of Iceberg, whose part of the package is the one to be used.
+    # For Iceberg tables, whose package is the public one.
     *(f"parquet_keytools.kms.client.KmsClient.{name}" for name in ("wrap_raw", "unwrap_raw")),
-    # What is beyond PyIceberg's own protocol, for other parts of ours.
+    # Parts beyond PyIceberg's own protocol, for other parts of ours.
     *(f"{_FILE_IO}.{name}" for name in ("keys", "open_listed", "open_plaintext")),
     *(f"{_FILE_IO}.{name}" for name in ("read_all", "read_metadata", "stored_output", "table_at")),
     *(f"{_TABLE}.{name}" for name in ("commit_updates", "known", "reader")),
@@ -111,10 +111,10 @@ NOT_PROMISED = {
 
 
 def public_api(*, inherited: bool = False) -> list[str]:
-    """Return every public name, one a line, with the parameters of what can be called.
+    """Return every public name, one a line, with the parameters of callables.
 
     Args:
-        inherited: Whether a class is listed with what it inherits, too.
+        inherited: Whether a class is listed with its inherited members, too.
     """
     lines = {line for module in MODULES for line in _of_module(module, inherited)}
     lines = {line for line in lines if line.partition("(")[0] not in NOT_PROMISED}
@@ -129,7 +129,7 @@ def _of_module(name: str, inherited: bool) -> Iterator[str]:
         full_name = f"{name}.{member}"
         if full_name not in NOT_PROMISED:
             value = getattr(module, member)
-            # What the package itself offers is listed with its members where it is defined.
+            # Names that the package itself offers are listed with their members where they are defined.
             yield from [full_name] if name == "parquet_keytools" else _lines(full_name, value, inherited)
 
 
@@ -160,7 +160,7 @@ def _members(*classes: type) -> set[str]:
     """Return the public names that classes define."""
     hooks = HOOKS if {KmsClient, RemoteKmsClient, SingleKeyKmsClient} & set(classes) else set()
     names = {name for cls in classes for name in vars(cls).keys() | inspect.get_annotations(cls).keys()}
-    # What pydantic adds begins with model_, and pytest alone calls what begins with test_.
+    # Names that pydantic adds begin with model_, and only pytest calls names that begin with test_.
     return {name for name in names if not name.startswith(("_", "model_", "test_")) or name in hooks}
 
 
@@ -173,7 +173,7 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _of_results() -> Iterator[str]:
-    """Yield the attributes of what methods of Keytools return, wherever its class is."""
+    """Yield the attributes of objects that methods of Keytools return, wherever their class is."""
     for name, method in inspect.getmembers(Keytools, inspect.isfunction):
         annotation = method.__annotations__.get("return")
         if name.startswith("_") or annotation is None:
@@ -181,16 +181,16 @@ def _of_results() -> Iterator[str]:
         try:
             returned = eval(annotation, method.__globals__ | {"Iterator": collections.abc.Iterator})
         except (NameError, AttributeError):
-            continue  # A class of pyarrow, known to the type checker alone.
+            continue  # A class of pyarrow, which only the type checker knows.
         for cls in (returned, *typing.get_args(returned)):
             if inspect.isclass(cls) and cls.__module__.startswith("parquet_keytools") and cls is not Keytools:
                 yield from (f"Keytools.{name}() -> {member}" for member in _members(*cls.__mro__))
 
 
 def missing(recorded: list[str], present: list[str]) -> list[str]:
-    """Return the recorded names that are gone, or can no longer be called as they could.
+    """Return the recorded names that are gone, or can no longer be called as before.
 
-    A parameter that was added does no harm; one that is gone or has another name does.
+    An added parameter does no harm; a removed or renamed one does.
     """
     now = {_name_of(line): line for line in present}
     gone = []
@@ -212,7 +212,7 @@ def _parameters_of(line: str) -> set[str]:
 
 
 def recorded_api() -> list[str]:
-    """Return the names that were recorded."""
+    """Return the recorded names."""
     return RECORD.read_text(encoding="utf-8").splitlines()
 
 

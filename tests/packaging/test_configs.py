@@ -1,4 +1,4 @@
-"""Each configuration in configs/ loads, and has what its text says."""
+"""Each configuration in configs/ loads, and has the contents that its text describes."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: its KMS backend works as printed, and what it names is there."""
+"""CONTRIBUTING.md: its KMS backend works as printed, and the names on the page exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that it is installed in: that its wheel is unpacked into."""
+    """A folder that it is installed in: its wheel is unpacked there."""
     target = tmp_path_factory.mktemp("installed")
     done = run(["-m", "hatchling", "build", "-t", "wheel", "-d", str(target / "dist")], package)
     assert done.returncode == 0, done.stderr
@@ -94,7 +94,7 @@ def test_make_has_what_is_named() -> None:
 
 
 def test_the_words_are_those_of_the_package() -> None:
-    """A class or function that the page names and the package does not have any more is found."""
+    """A class or function on the page that no longer exists in the package is detected."""
     files = [file for folder in ("src", "tests") for file in (ROOT / folder).rglob("*.py")]
     words = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
     prose = re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S)

@@ -43,7 +43,7 @@ def test_it_reports_each_step(output: str) -> None:
 def test_it_rotates_a_master_key_and_reads_again(output: str) -> None:
     section = output.partition("5. Rotate the master key pii")[2].partition("\n6. ")[0]
     assert "pii: version 1 -> 2, 1 key re-wrapped" in section
-    # The tail alone is new; the data is not read.
+    # Only the tail is new; the data is not read.
     copied, new = re.findall(r"([0-9,]+) bytes", section)
     assert int(new.replace(",", "")) < 20_000 < 1_000_000 < int(copied.replace(",", ""))
     assert "Version 1 is disabled: all 19 columns are still read, and equal." in section
@@ -83,7 +83,7 @@ def test_a_folder_with_other_content_is_refused(tmp_path: Path, folder: Path) ->
 def test_a_folder_of_an_earlier_demo_is_replaced_and_its_spaces_are_quoted(
     output: str, folder: Path, tmp_path: Path
 ) -> None:
-    """Here the program begins as it does for users, and has imported nothing."""
+    """Here the program starts as it does for users, without any imports."""
     program = tmp_path / "parquet-keytools"
     program.write_text(f"#!{sys.executable}\nfrom parquet_keytools.cli import main\nmain()\n", encoding="utf-8")
     program.chmod(0o755)

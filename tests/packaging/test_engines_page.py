@@ -1,4 +1,4 @@
-"""docs/engines.md: its blocks work as printed, in their order, in one folder; those of Python in one program."""
+"""docs/engines.md: its blocks work as printed, in order, in one folder; the Python blocks run in one program."""
 
 import contextlib
 import json
@@ -20,12 +20,12 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_all_blocks_run_as_printed(tmp_path: Path, warm_python: WarmPython) -> None:
-    """Those of Python run in one program, up to the next one of the shell."""
+    """Python blocks run in one program, up to the next shell block."""
     # The warm process makes keystores that open fast. It is not for Ray and Dask, which start threads,
     # nor for the server, to which a signal is sent.
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     warm = os.environ | {"PATH": f"{warm_python.command.parent}{os.pathsep}{os.environ['PATH']}"}
-    # Those of `console` and `js` are for people.
+    # Blocks of `console` and `js` are for people.
     blocks = [(found[1], found[2]) for found in BLOCK.finditer(PAGE)]
     assert {language for language, _ in blocks} == {"yaml", "python", "bash", "console", "js"}
     try:

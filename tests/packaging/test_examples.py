@@ -11,7 +11,7 @@ from soak import SOAK
 from warm_python import WarmPython
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
-# Each starts a cluster of its own. The pages on Ray and Spark do the same.
+# Each starts its own cluster. The pages on Ray and Spark do the same.
 LONG = ("ray_tasks", "spark_native")
 
 
@@ -21,13 +21,13 @@ LONG = ("ray_tasks", "spark_native")
 def test_it_runs(path: Path, tmp_path: Path, warm_python: WarmPython) -> None:
     if path.stem.startswith("spark_") and os.environ.get("SPARK") == "no":
         pytest.skip("SPARK=no leaves the examples with Spark out")
-    # Spark starts in half of the time. What users set themselves goes on.
+    # Spark starts in half the time. Settings of users stay in effect.
     java = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} {import_module('services.spark_jvm').JAVA_OPTIONS}"
     work, temporary = tmp_path / "work", tmp_path / "temporary"
     work.mkdir()
     temporary.mkdir()
     done = subprocess.run(
-        # In a soak, each in a Python of its own.
+        # In a soak, each runs in its own Python.
         [sys.executable, "-W", "error::DeprecationWarning:__main__", path] if SOAK else [warm_python.python, path],
         cwd=work,
         # Paths of Ray's sockets must be short.

@@ -1,4 +1,4 @@
-"""What the forge and pre-commit read: it parses, names what there is, and holds no more rights than it needs."""
+"""The files of the forge and pre-commit: they parse, name existing things, and have only the rights they need."""
 
 from __future__ import annotations
 

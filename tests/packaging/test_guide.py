@@ -41,7 +41,7 @@ SECTIONS = {
 """Settings class -> heading."""
 
 COMMON = {"kms: every kind": "audit_log", "kms: across a network": "call_timeout_seconds"}
-"""Heading of what several KMS have in common -> a field by which a settings class shows that it has it, too."""
+"""Heading that several KMSs share -> a field by which a settings class shows that it belongs there, too."""
 
 
 def settings_classes() -> dict[str, dict[str, Any]]:
@@ -75,7 +75,7 @@ def rows_under(heading: str) -> dict[str, str]:
 def test_every_field_is_there_with_its_default(class_name: str) -> None:
     schema = settings_classes()[class_name]
     expected = {name: default_text({"required": [], **schema}, name) for name in schema["properties"]}
-    # What a section says of its own comes before what is said for several.
+    # A section's own text takes precedence over text for several sections.
     documented: dict[str, str] = {}
     for heading, field in COMMON.items():
         if field in expected:

@@ -31,7 +31,7 @@ OPTIONAL = [
     "stdnum",
     "urllib3",
 ]
-"""Packages that some part may use, and nobody has to have."""
+"""Packages that some part may use, and that users need not have."""
 
 WITH_EXTRAS = [
     "iceberg/*.py",
@@ -42,13 +42,13 @@ WITH_EXTRAS = [
     "kms/http_session.py",
     "kms/vault.py",
     "kms/pkcs11.py",
-    # For the tests of third parties, which have pytest.
+    # For tests of third parties, who have pytest.
     "kms/contract_tests.py",
     "rotation/s3_*.py",
     "erasure/s3_*.py",
     "view/file_system.py",
 ]
-"""Source files that are imported where the extra that they need is installed."""
+"""Source files that are imported where their extra is installed."""
 
 WITHOUT_OPTIONAL = f"""
 import sys
@@ -79,7 +79,7 @@ print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} - se
 
 
 def test_commands_that_read_no_table_import_no_pandas() -> None:
-    """It comes with pyarrow's data sets where it is installed, and takes as long as all the rest."""
+    """It comes with pyarrow's data sets if it is installed, and takes as long as all the rest."""
     program = """
 import sys
 from parquet_keytools import Keytools

@@ -1,7 +1,7 @@
-"""Who imports whom: read from every source file, whether or not an import is at its top.
+"""The imports of every source file, at its top or not.
 
-A unit is a package of `parquet_keytools`, or a source file beside the packages. Each imports only units that
-stand above it here, and of these only the ones named.
+A unit is a package of `parquet_keytools`, or a source file beside the packages. Each imports only units
+above it in this list, and only the ones that it names.
 """
 
 import ast
@@ -63,9 +63,9 @@ LAYERS: dict[str, set[str]] = {
     "keytools": GROUND
     | {"storage", "kms", "keys", "config", "files", "tables", "conformance", "rotation", "spark", "view"}
     | {"iceberg", "scan", "erasure"},
-    # what an auditor asks, answered with the inventory and the verification
+    # an auditor's questions, answered with the inventory and the verification
     "protection_report": GROUND | {"storage", "kms", "files", "conformance", "rotation", "keytools"},
-    # what fsspec finds by the entry point
+    # the entry point of fsspec
     "fsspec_chain": {"errors", "keytools"},
     # what the command line needs beyond the facade
     "configuration_check": GROUND | {"storage", "encryption", "kms", "keys", "config", "files"},
@@ -158,10 +158,10 @@ class Import:
     """One import.
 
     Attributes:
-        source_file: Who imports, relative to the package.
-        line: Where.
-        name: Full name of what is imported.
-        for_types: Whether the type checker alone sees it.
+        source_file: The importing file, relative to the package.
+        line: The line.
+        name: Full name of the imported module.
+        for_types: Whether only the type checker sees it.
     """
 
     source_file: str
@@ -203,7 +203,7 @@ def all_imports() -> list[Import]:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit that a name of ours is in: what `parquet_keytools` itself offers is in `__init__`."""
+    """Return the unit that a name of ours is in: names that `parquet_keytools` itself offers are in `__init__`."""
     part = f"{name}.".split(".")[1]
     return part if (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file() else "__init__"
 

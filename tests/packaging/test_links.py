@@ -49,7 +49,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(root: Path, page: str) -> Iterator[str]:
-    """Yield what is wrong with the links of a page to others of its repository."""
+    """Yield the mistakes in a page's links to other pages of its repository."""
     text = (root / page).read_text(encoding="utf-8")
     prose = site.CODE.sub("", text)
     if found := re.search(r"^\[[^]]+\]: ", prose, re.M):

@@ -21,7 +21,7 @@ ENTRY = re.compile(
 
 
 def wanted(texts: list[str]) -> Iterator[Requirement]:
-    """Yield requirements, with those of our own extras that they name."""
+    """Yield requirements, with the requirements of our own extras that they name."""
     for text in texts:
         requirement = Requirement(text)
         if canonicalize_name(requirement.name) != PROJECT["name"]:
@@ -32,7 +32,7 @@ def wanted(texts: list[str]) -> Iterator[Requirement]:
 
 
 def versions(lock: str) -> dict[str, set[str]]:
-    """Return name -> versions, for there may be one for each Python."""
+    """Return name -> versions, since there may be one for each Python."""
     found: dict[str, set[str]] = {}
     for name, version in ENTRY.findall(LOCKS[lock]):
         found.setdefault(name, set()).add(version)
@@ -50,7 +50,7 @@ def test_it_has_nothing_but_versions_and_hashes(lock: str) -> None:
 def test_it_has_what_the_project_asks_for(lock: str) -> None:
     locked = versions(lock)
     extras = PROJECT["optional-dependencies"]
-    # What builds the editable installation is there too, and what installs it.
+    # The build tools of the editable installation are there, too, and its installer.
     asked = [*PROJECT["dependencies"], *(text for extra in EXTRAS[lock] for text in extras[extra])]
     missing = [
         str(requirement)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # The make that runs these tests hands its own options down.
+    # The make that runs these tests passes on its own options.
     others = ("PIP_INDEX_URL", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "VERSIONS")
     inherited = {name: value for name, value in os.environ.items() if name not in others}
     command = ["make", "-f", "Makefile", *arguments]
@@ -58,7 +58,7 @@ def test_what_runs_beside_the_tests_installs_nothing() -> None:
 
 
 def commands(*arguments: str) -> str:
-    """Return what make would run in a clone in which nothing is installed."""
+    """Return what make would run in a clone without any installation."""
     done = make("--dry-run", "--always-make", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.replace("\\\n", " ")
@@ -71,7 +71,7 @@ def test_the_lock_is_installed_with_hashes(target: str, lock: str) -> None:
     text = commands(target, "VENV=nowhere")
     for installer in ("uv pip install", "python -m pip install"):
         assert re.search(rf"{installer} .*--require-hashes -r requirements-{lock}.txt", text), installer
-    # Nothing else is resolved: not for the package, not for what builds it, and uv itself is in the lock.
+    # Nothing else is resolved: not for the package, not for its build, and uv itself is in the lock.
     installs = [line for line in re.split(r"&&|\|\||[|;{}]|\n", text) if re.search(r"\bpip install\b", line)]
     assert installs
     assert [line for line in installs if "--require-hashes" not in line and "--no-deps" not in line] == []

@@ -21,7 +21,7 @@ def test_every_source_file_says_what_it_is() -> None:
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:
-    """pytest imports them by name alone: a second file of one name is not collected, and ends the whole run."""
+    """pytest imports them only by name: a second file of the same name is not collected, and ends the run."""
     names = Counter(file.name for file in Path(__file__).parents[1].rglob("test_*.py"))
     assert names
     assert [name for name, times in names.items() if times > 1] == []

@@ -1,4 +1,4 @@
-"""What runs when: tests/order.py names files that there are, the soak all that sample, and crashes end a run."""
+"""The order of tests: tests/order.py names existing files, a soak runs all samples, and crashes end a run."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def test_files_of_the_cluster_are_one_group() -> None:
 
 
 def test_files_that_share_a_session_of_spark_are_one_group() -> None:
-    """In another process they would start a JVM of their own, and could find a session that others stopped."""
+    """In another process they would start another JVM, and could find a session that others stopped."""
     users = {
         f"interop/{path.name}"
         for path in (TESTS / "interop").glob("test_*.py")
@@ -44,7 +44,7 @@ def test_the_longest_begin_first() -> None:
 
 
 def test_what_takes_samples_is_in_the_soak() -> None:
-    """There it takes all, and draws other examples; else nothing ever would."""
+    """A soak runs all of it, and draws other examples; otherwise they would never run."""
     users = {
         path
         for path in TESTS.rglob("test_*.py")
@@ -57,7 +57,7 @@ def test_what_takes_samples_is_in_the_soak() -> None:
 
 
 def test_run_ends_as_failed_where_a_process_dies(tmp_path: Path) -> None:
-    """With the name of the test: a segmentation fault in a library must not let the run wait for ever."""
+    """With the name of the test: after a segmentation fault in a library, the run must not wait forever."""
     (tmp_path / "test_a.py").write_text("def test_first(): pass\ndef test_second(): assert False, 'seen'\n")
     (tmp_path / "test_b.py").write_text("import os\ndef test_well(): pass\ndef test_dies(): os.abort()\n")
     (tmp_path / "test_c.py").write_text("import time\ndef test_long(): time.sleep(1000)\ndef test_last(): pass\n")

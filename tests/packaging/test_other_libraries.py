@@ -13,14 +13,14 @@ EXCEPTIONS = {
     "kms/remote_client.py": "an operation calls the private hooks of our own client",
     "iceberg/pyiceberg_classes.py": "the only file that touches PyIceberg's protected classes (ADR 10)",
 }
-"""Folder or file -> why it may."""
+"""Folder or file -> the reason why it may."""
 
 FORBIDDEN = {
     *("gc.disable", "gc.enable", "gc.freeze", "gc.set_threshold", "gc.get_referrers", "gc.get_objects"),
     *("sys.getrefcount", "sys.settrace", "sys.setprofile", "inspect.currentframe", "inspect.stack"),
     *("inspect.trace", "traceback.walk_stack", "traceback.extract_stack"),
 }
-"""State of the interpreter, which is the host's, and looks at who calls."""
+"""The interpreter's state, which belongs to the host, and looks at the caller."""
 
 FORBIDDEN_ENDS = {name.rpartition(".")[2] for name in FORBIDDEN}
 
@@ -30,7 +30,7 @@ PYTHONS_OWN = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 """Public names of Python's library that begin with an underscore."""
 
 FSSPEC_HOOKS = {"_open", "_strip_protocol"}
-"""What file systems of fsspec implement for each other."""
+"""Methods that fsspec file systems implement for each other."""
 
 
 def is_private(name: str) -> bool:
@@ -56,7 +56,7 @@ def is_own_object(value: ast.expr) -> bool:
 
 
 def problems_in(tree: ast.Module, known: set[str]) -> Iterator[str]:
-    """Yield what a source file does that it must not; `known` are the private names of the whole package."""
+    """Yield what a source file must not do; `known` are the private names of the whole package."""
     own = defined_in(tree) | PYTHONS_OWN | FSSPEC_HOOKS
     for node in ast.walk(tree):
         place = f"line {getattr(node, 'lineno', 0)}"
@@ -92,7 +92,7 @@ def test_no_source_file_reaches_into_another_library() -> None:
 
 
 def test_reading_and_rotating_iceberg_do_not_need_the_write_path() -> None:
-    """PyIceberg is to get a write path with encryption of its own, and these stay."""
+    """PyIceberg will get its own write path with encryption, and these parts stay."""
     replaceable = {"encrypted_table", "pyiceberg_classes", "written_files"}
     for name, tree in source_trees().items():
         package, _, module = name.removesuffix(".py").partition("/")

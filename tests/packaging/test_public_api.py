@@ -1,4 +1,4 @@
-"""No public name goes away or is renamed unnoticed; each public module has its page in the reference."""
+"""No public name is removed or renamed unnoticed; each public module has its page in the reference."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_is_gone_is_found(recorded: str, present: str, gone: str | None) ->
 
 @pytest.mark.parametrize(("page", "target"), DIRECTIVES)
 def test_the_reference_names_what_there_is(page: str, target: str) -> None:
-    """`make docs` finds the same; here it is found without it."""
+    """`make docs` detects the same; this test does not need it."""
     parts = target.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -68,5 +68,5 @@ def test_the_reference_names_what_there_is(page: str, target: str) -> None:
 def test_every_public_module_is_in_the_reference() -> None:
     shown = {target for _, target in DIRECTIVES}
     without_page = {name for name in MODULES if not any(f"{target}.".startswith(f"{name}.") for target in shown)}
-    # Of this one, authors of plug-ins need the name of a group of entry points alone: CONTRIBUTING.md has it.
+    # Authors of plug-ins need only the name of an entry point group from this one: CONTRIBUTING.md has it.
     assert without_page == {"parquet_keytools.kms.registry"}

@@ -26,7 +26,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the fenced blocks of a page; those of `console` are for people only."""
+    """Return the fenced blocks of a page; `console` blocks are for people only."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return [
         Block(text.count("\n", 0, found.start()) + 1, found[1], found[2])
@@ -91,6 +91,6 @@ def test_all_errors_are_named() -> None:
         if isinstance(kind, type) and issubclass(kind, errors.KeytoolsError) and not name.startswith("_")
     }
     named = set(re.findall(r"\b[A-Z]\w+Error\b", ERRORS))
-    # Roots that nobody raises themselves, and what Python and pyarrow raise.
+    # Base classes that are never raised themselves, and exceptions of Python and pyarrow.
     assert named - {"OSError"} - kinds == set()
     assert kinds - named - {"KmsError"} == set()

@@ -1,4 +1,4 @@
-"""docs/recipes/*.md: the pages that need no service; tests/interop and tests/services have the others."""
+"""docs/recipes/*.md: the pages that need no service; tests/interop and tests/services test the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HOOKS = {
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython) -> Path:
-    """What the page has in a repository, and an encrypted file."""
+    """The page's files in a repository, and an encrypted file."""
     folder = tmp_path_factory.mktemp("repository")
     run_blocks(PULL_REQUESTS, folder, python=warm_python.python, programs=warm_python.command.parent)
     encrypted = {"footer_key": "footer", "unlisted_columns": "footer_key", "aad_prefix": "{file_name}/"}
@@ -54,7 +54,7 @@ def changed(repository: Path, tmp_path: Path) -> Path:
 
 
 def jobs(folder: Path) -> list[tuple[dict[str, str], list[str]]]:
-    """Return the variables and scripts of both jobs, without what installs."""
+    """Return the variables and scripts of both jobs, without the installation."""
     github = yaml.safe_load((folder / ".github" / "workflows" / "keytools.yml").read_text())["jobs"]["check"]
     gitlab = yaml.safe_load((folder / ".gitlab-ci.yml").read_text())["keytools"]
     scripts = [step["run"] for step in github["steps"] if "run" in step], gitlab["script"]
@@ -118,7 +118,7 @@ def test_the_hooks(changed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pre_commit_itself_runs_the_hooks(
     changed: Path, tmp_path: Path, warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the installed package in place of an environment that pre-commit would make."""
+    """With the installed package instead of an environment made by pre-commit."""
     programs = installed(tmp_path / "venv", "pre-commit==4.7.0")
     monkeypatch.setenv("PATH", f"{warm_python.command.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PRE_COMMIT_HOME", str(tmp_path / "pre-commit"))

@@ -1,6 +1,6 @@
 """docs/recipes/serve-to-other-languages.md: the server of the page, read by DuckDB, dbt-duckdb and JavaScript.
 
-And docs/labels.md with a manifest that dbt itself writes.
+And docs/labels.md with a manifest from dbt itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parquet_keytools.cli import app
 
 PAGE = "serve-to-other-languages"
 HTTPFS = ("duckdb==1.4.4", "duckdb-ext-httpfs==1.4.4.20260205")
-"""The last version of DuckDB whose extension is a package of the index."""
+"""The last version of DuckDB whose extension is a package on the index."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_duckdb_and_the_query_of_r(served: Path, programs: Path) -> None:
 
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two states of a project of dbt whose columns have labels."""
+    """A folder with two states of a dbt project whose columns have labels."""
     folder = tmp_path_factory.mktemp("projects")
     changed = SCHEMA.replace("class: pii", "class: public", 1).replace("class: pii", "class: payment")
     for state, schema in (("old", SCHEMA), ("new", changed)):
@@ -94,9 +94,9 @@ def projects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows_of_dbt(served: Path, programs: Path, projects: Path) -> str:
-    """The rows that the project of the page made, in a process that has also parsed the other projects.
+    """The rows that the page's project made, in a process that has also parsed the other projects.
 
-    dbt takes seconds to import what it needs.
+    dbt's imports take seconds.
     """
     code = (
         "import duckdb, sys\n"

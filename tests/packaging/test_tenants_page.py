@@ -36,7 +36,7 @@ def test_blocks_run_as_printed(tmp_path: Path, warm_python: WarmPython) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         shown += done.stdout
     assert "acme: created: prod/tenant-acme" in shown and "prod/tenant-bolt" in shown
-    # The two tables of a move are valid, and the template has what `tenants create` takes.
+    # The two tables of a move are valid, and the template is one that `tenants create` accepts.
     document = yaml.safe_load(config)
     document["master_keys"]["pii"] = document["master_keys"].pop("pii", "footer")
     document["tables"] = yaml.safe_load(tables)["tables"]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("typed_user.py")
 
 STUBS_ARE_WRONG = {
-    # That KMS clients return bytes, and that factories return encryption properties to write with.
+    # KMS clients return bytes, and factories return encryption properties for writing.
     "pyarrow_interop.py",
     # Of other engines: their own types.
     "polars_lazy_frames.py",

@@ -1,4 +1,4 @@
-"""The wheel is the same whoever builds it, and holds what it has to, and nothing else."""
+"""The wheel is the same on every machine, and holds exactly the required files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPOCH = "1767225600"
 
 
 def copy_of_sources(folder: Path) -> Path:
-    """Return a folder with what a build reads, whose files are as old as this copy."""
+    """Return a folder with the inputs of a build, whose files are as old as this copy."""
     folder.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copyfile(ROOT / name, folder / name)
@@ -53,7 +53,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def strict_mask() -> Iterator[None]:
-    """Files that are made are for their owner alone, as they may be on another machine."""
+    """New files are accessible only to their owner, as they may be on another machine."""
     before = os.umask(0o077)
     yield
     os.umask(before)
@@ -64,7 +64,7 @@ def test_another_build_elsewhere_makes_the_same_bytes(wheel: Path, tmp_path: Pat
     sources = copy_of_sources(tmp_path / "another folder" / "with a longer name")
     for number, file in enumerate(sorted(sources.rglob("*"))):
         os.utime(file, (number, number))
-    # What builds and tests leave behind.
+    # Leftovers of builds and tests.
     (sources / "src" / "parquet_keytools" / "__pycache__").mkdir()
     (sources / "src" / "parquet_keytools" / "__pycache__" / "errors.cpython-311.pyc").write_bytes(b"old")
     again = build(sources, "wheel", tmp_path / "dist", PYTHONHASHSEED="2", TZ="Asia/Kathmandu", LC_ALL="C")

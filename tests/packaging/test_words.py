@@ -43,7 +43,7 @@ def found_in(text: str) -> list[str]:
 
 
 def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each string of a source file, docstrings apart: help texts, errors, reports."""
+    """Yield line and text of each string of a source file, without docstrings: help texts, errors, reports."""
     docstrings = {
         id(node.value)
         for node in ast.walk(tree)

@@ -1,7 +1,7 @@
 """Runs Python programs in forks of a process that has imported what they need, which takes most of their time.
 
-This is the process, too: `python warm_python.py SOCKET`. Its clients are small programs that pass on their
-arguments, folder, environment, input and output, and end with the status that they are told.
+This is also the process: `python warm_python.py SOCKET`. Its clients are small programs that pass on their
+arguments, folder, environment, input and output, and end with the status that it returns.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class WarmPython:
     """The process, and its clients.
 
     Attributes:
-        command: What runs `parquet-keytools`, in a folder without other programs.
-        python: What runs `python -c` or a file, for which a deprecated call of the program itself is an error.
+        command: Runs `parquet-keytools`, in a folder without other programs.
+        python: Runs `python -c` or a file, and treats a deprecated call of the program itself as an error.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class WarmPython:
 
 
 def import_all() -> None:
-    """Import what programs import, without starting a thread."""
+    """Import the modules that programs import, without starting a thread."""
     import pyarrow.dataset
     import pyarrow.parquet  # noqa: F401
 
@@ -80,12 +80,12 @@ def import_all() -> None:
         if not module.name.endswith(("contract_tests", "__main__")):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
-    # The cost of scrypt is not what programs are run for.
+    # These programs do not test the cost of scrypt.
     Keystore.create.__func__.__kwdefaults__["scrypt_n"] = 2**14
 
 
 def receive(connection: socket.socket) -> tuple[str, list[str]]:
-    """Take over what a client has: its input and output, folder and environment."""
+    """Take over a client's input and output, folder and environment."""
     head, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
     request = b""
     while len(request) < int.from_bytes(head, "big"):
@@ -102,7 +102,7 @@ def receive(connection: socket.socket) -> tuple[str, list[str]]:
 
 
 def run(kind: str, arguments: list[str]) -> None:
-    """Be the program."""
+    """Run the program."""
     if kind == "command":
         from parquet_keytools.cli import main
 

@@ -1,7 +1,7 @@
-"""A small AWS KMS over HTTP: what moto leaves out, and what goes wrong on the way.
+"""A small AWS KMS over HTTP: the parts that moto lacks, and faults on the way.
 
 It has master keys with versions and states, aliases, permissions and encryption contexts, and encrypts with real
-AES-GCM. `faults` are used up one request after the other.
+AES-GCM. Each request uses up one of `faults`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Reply:
 
 
 Fault = Callable[[str, Json, Reply], Reply]
-"""Takes the operation, the request and the right reply; returns what is sent in its place."""
+"""Takes the operation, the request and the correct reply; returns the reply to send."""
 
 
 class FakeKms:
@@ -237,7 +237,7 @@ class FakeKms:
         return {"KeyId": key.arn, "KeyRotationEnabled": True, "RotationPeriodInDays": 365}
 
     def _rotations(self, request: Json) -> Json:
-        """One key material on each page; the first has no date of a rotation."""
+        """One key material on each page; the first one has no rotation date."""
         key = self.find(request["KeyId"])
         if "ListKeyRotations" in key.denied:
             raise RefusalError("AccessDeniedException", "not authorized to perform: kms:ListKeyRotations")
@@ -273,7 +273,7 @@ class FakeKms:
 
 
 def _end_dry_run(request: Json) -> None:
-    """End a dry run as AWS documents it: without a look at the ciphertext, if it is to be ignored."""
+    """End a dry run as AWS documents it; without parsing the ciphertext, if it is to be ignored."""
     if request.get("DryRun"):
         assert request["DryRunModifiers"] == ["IGNORE_CIPHERTEXT"] and "CiphertextBlob" not in request
         raise RefusalError("DryRunOperationException", "The request would have succeeded.", 412)
@@ -380,7 +380,7 @@ def html(status: int, text: str = "") -> Fault:
 
 
 def redirect(url: str, status: int = 307) -> Fault:
-    """Send the client elsewhere."""
+    """Redirect the client."""
     return lambda operation, request, reply: Reply(status, b"", {"Location": url})
 
 
@@ -406,7 +406,7 @@ def cut(operation: str, request: Json, reply: Reply) -> Reply:
 
 
 def changed(**fields: Any) -> Fault:
-    """Answer with other values for some fields; None takes a field away."""
+    """Answer with other values for some fields; None removes a field."""
 
     def fault(operation: str, request: Json, reply: Reply) -> Reply:
         answer = {name: value for name, value in (json.loads(reply.body) | fields).items() if value is not None}

@@ -1,4 +1,4 @@
-"""The flights that the tests with Spark work on."""
+"""The flights that the Spark tests use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gRPC server that stands in for Cloud KMS: real AES-GCM, versions and their states, checksums both ways."""
+"""A gRPC server that imitates Cloud KMS: real AES-GCM, versions and their states, checksums both ways."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ class Key:
 
 
 Fault = Callable[[str, Any, grpc.ServicerContext], Callable[[Any], None] | None]
-"""Gets a call; may wait or raise a RefusalError, and returns what spoils the answer."""
+"""Gets a call; may wait or raise a RefusalError, and returns how to spoil the answer."""
 
 
 class FakeGcpKms:
-    """The service; `endpoint` is where it listens."""
+    """The service; `endpoint` is its address."""
 
     def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
         self.keys: dict[str, Key] = {}
@@ -153,7 +153,7 @@ class FakeGcpKms:
     # --- faults ---
 
     def add_fault(self, fault: Fault, *, times: int | None = None, seconds: float | None = None) -> None:
-        """Spoil the next calls, so many of them, or all for so long."""
+        """Spoil the next calls: a number of them, or all calls for some seconds."""
         left = [times]
         end = time.monotonic() + seconds if seconds is not None else None
         lock = threading.Lock()
@@ -172,7 +172,7 @@ class FakeGcpKms:
         self, status: str, *details: Any, message: str = "", times: int | None = None, seconds: float | None = None
     ) -> None:
         def fault(method: str, request: Any, context: grpc.ServicerContext) -> None:
-            # Like a careless service, it quotes what it was asked.
+            # Like a careless service, it quotes the request.
             raise RefusalError(status, f"{message} {request!r}", *details)
 
         self.add_fault(fault, times=times, seconds=seconds)
@@ -289,7 +289,7 @@ class FakeGcpKms:
         return self._changed("DestroyCryptoKeyVersion", request.name, State.DESTROY_SCHEDULED)
 
     def _RestoreCryptoKeyVersion(self, request: RestoreCryptoKeyVersionRequest) -> CryptoKeyVersion:  # noqa: N802
-        # As the real service: a restored version is disabled.
+        # As in the real service, a restored version is disabled.
         return self._changed("RestoreCryptoKeyVersion", request.name, State.DISABLED)
 
     def _changed(self, method: str, name: str, state: Any) -> CryptoKeyVersion:
@@ -317,7 +317,7 @@ def retry_info(seconds: float) -> Any:
 
 
 class CuttingProxy:
-    """Passes bytes on to an endpoint; `cut` breaks all connections in the middle of what they are doing."""
+    """Forwards bytes to an endpoint; `cut` breaks all connections in the middle of their work."""
 
     def __init__(self, endpoint: str) -> None:
         host, _, port = endpoint.rpartition(":")

@@ -1,6 +1,6 @@
-"""A JVM that does with our KMS client what Iceberg's Java library does, and reads tables: `IcebergProgram.java`.
+"""A JVM that uses our KMS client as Iceberg's Java library does, and reads tables: `IcebergProgram.java`.
 
-Iceberg's own classes are used where the variable ICEBERG_JARS names their jars, as for CLASSPATH.
+Iceberg's own classes are used if the variable ICEBERG_JARS names their jars, in the form of CLASSPATH.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PROGRAM = Path(__file__).with_name("IcebergProgram.java")
 LIBRARY = Path(__file__).with_name("IcebergLibrary.java")
 INTERFACE = Path(session.__file__).parent / "java" / "compile_only" / "KeyManagementClient.java"
 SPARK_JARS = Path(pyspark.__file__).parent / "jars"
-# As Spark's own JVMs have them, for their archive of classes fits no others; what a test adds comes after them.
+# Same as in Spark's own JVMs, whose class archive fits no other class path; jars of a test come after these.
 SPARK_CLASS_PATH = [SPARK_JARS.with_name("conf"), *SPARK_JARS.glob("slf4j-api-*.jar"), SPARK_JARS / "*"]
 
 
 def iceberg_jars() -> list[Path]:
-    """Return the jars of Iceberg's Java library that the variable ICEBERG_JARS names, or none."""
+    """Return the jars of Iceberg's Java library that ICEBERG_JARS names, or none."""
     return [Path(jar) for jar in os.environ.get("ICEBERG_JARS", "").split(os.pathsep) if jar]
 
 
 class JavaError(Exception):
-    """What the program answered in place of a result; with its stack trace."""
+    """The program's error instead of a result, with its stack trace."""
 
 
 class IcebergJvm:
@@ -52,11 +52,11 @@ class IcebergJvm:
 
     @property
     def output(self) -> str:
-        """What it logged, and the stack traces of all errors; answers to `wrap` and `unwrap` are keys."""
+        """Its log, and the stack traces of all errors; answers to `wrap` and `unwrap` are keys."""
         return self._log.read_text(errors="replace") + self.traces
 
     def do(self, what: str, **arguments: Any) -> Any:
-        """Do a job."""
+        """Run a job."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
         self._process.stdin.flush()
@@ -70,7 +70,7 @@ class IcebergJvm:
         raise AssertionError(self.output[-5000:])
 
     def initialize(self, config: Path | None, **properties: str) -> str:
-        """Make the client of a catalog; returns it as text."""
+        """Create the client of a catalog; returns it as text."""
         given = {"encryption.kms-impl": "parquet_keytools.IcebergKeyManagementClient", **properties}
         if config is not None:
             given["keytools.config"] = str(config)
@@ -87,7 +87,7 @@ class IcebergJvm:
 
 @contextmanager
 def iceberg_jvm(folder: Path, **environment: str) -> Iterator[IcebergJvm]:
-    """Start the program; its log is put into a folder."""
+    """Start the program; its log is written to a folder."""
     class_path = os.pathsep.join(
         map(str, [*iceberg_jars(), *SPARK_CLASS_PATH, compiled_program(), session.cached_jar()])
     )
@@ -118,7 +118,7 @@ def iceberg_jvm(folder: Path, **environment: str) -> Iterator[IcebergJvm]:
 
 @cache
 def compiled_program() -> Path:
-    """Return a folder with the classes of the program, for as long as this process runs."""
+    """Return a folder with the program's classes, for as long as this process runs."""
     classes = tempfile.TemporaryDirectory(prefix="classes-")
     atexit.register(classes.cleanup)
     library = iceberg_jars()
@@ -151,7 +151,7 @@ def compile_java(sources: list[Path], target: Path, path: list[Path]) -> None:
         text=True,
         timeout=MOST_SECONDS,
     )
-    # The exit status is 0 in any case.
+    # The exit status is always 0.
     assert all(list(target.rglob(f"{source.stem}.class")) for source in sources), done.stdout + done.stderr
 
 

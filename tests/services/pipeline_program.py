@@ -1,4 +1,4 @@
-"""Jobs of the tests of pipelines. A job names settings and calls, and returns what came of each:
+"""Jobs of the pipeline tests. A job names settings and calls, and returns the result of each:
 
 {"master": "local[2]", "folder": ..., "settings": {}, "calls": [["encrypt", ["from", "to", "flights.yaml"], {}]]}
 """
@@ -24,7 +24,7 @@ from parquet_keytools.storage.locations import FileLocation
 
 
 def make_session(master: str, folder: Path, settings: dict[str, str]) -> Any:
-    """Make a session without the bridge: pipelines need none of it."""
+    """Create a session without the bridge, which pipelines do not need."""
     own = {
         "spark.executor.extraJavaOptions": TRUSTING_OPTIONS,
         "spark.executor.memory": "500m",
@@ -35,7 +35,7 @@ def make_session(master: str, folder: Path, settings: dict[str, str]) -> Any:
 
 
 def result_of(session: Any, name: str, arguments: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Call a pipeline, and look at what it returns as a user does: by its DataFrames."""
+    """Call a pipeline, and read its result as a user does: through its DataFrames."""
     try:
         report = getattr(pipelines, name)(session, *arguments, **options)
     except (KeytoolsError, OSError) as error:
@@ -60,7 +60,7 @@ Change = Callable[[str, FileFunction, NamedFile], FileFunction]
 
 @contextlib.contextmanager
 def changed_tasks(change: Change) -> Iterator[None]:
-    """Let the jobs that write files call another function."""
+    """Make the jobs that write files call another function."""
     map_files = Job.map_files
 
     def map_changed(
@@ -78,7 +78,7 @@ def changed_tasks(change: Change) -> Iterator[None]:
 
 
 def slow(name: str, function: FileFunction, _: NamedFile, *, notes: Path) -> FileFunction:
-    """Let the first attempt of the first task begin later than anybody waits.
+    """Delay the first attempt of the first task beyond all time limits.
 
     Args:
         notes: A folder where each attempt of this task leaves a file, with its process id.
@@ -96,7 +96,7 @@ def slow(name: str, function: FileFunction, _: NamedFile, *, notes: Path) -> Fil
 
 
 def held(_: str, function: FileFunction, last: NamedFile, *, until: Path) -> FileFunction:
-    """Let the last file wait until another one is there, so that the job is at work until then; or a minute."""
+    """Hold back the last file until another file exists, or for a minute, so that the job is still running."""
 
     def held_function(worker: Worker, location: FileLocation, file: NamedFile) -> Outcome:
         end = time.monotonic() + 60
@@ -108,7 +108,7 @@ def held(_: str, function: FileFunction, last: NamedFile, *, until: Path) -> Fil
 
 
 def at_work(notes: Path) -> list[str]:
-    """Return the slow attempts whose processes are there; on a cluster of this machine."""
+    """Return the slow attempts whose processes exist; on a cluster of this machine."""
     return [note.name for note in notes.glob("* 0") if Path(f"/proc/{note.read_text()}").exists()]
 
 
@@ -126,7 +126,7 @@ def main(sessions: Sessions, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read(sessions: Sessions, arguments: dict[str, Any]) -> list[float]:
-    """Read what pipelines wrote with Spark's own reader; return sums that tell one set of flights from another."""
+    """Read the output of pipelines with Spark's own reader; return sums that identify a set of flights."""
     sessions.stop()
     session = new_session("local[2]", {}, lambda builder: configure(builder, arguments["config"]))
     try:

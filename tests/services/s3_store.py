@@ -1,4 +1,4 @@
-"""moto's S3 server, a proxy that counts what travels, and what a test does to requests on their way."""
+"""moto's S3 server, a proxy that counts the traffic, and hooks that tests put on requests."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BUCKET = "bucket"
 _KEYS = {"aws_access_key_id": "access", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
 
 OnRequest = Callable[[str, AWSPreparedRequest], AWSResponse | None]
-"""Called with the operation and the request before boto3 sends it; an answer takes the place of the store's."""
+"""Called with the operation and the request before boto3 sends it; an answer replaces the store's."""
 
 
 class CountingProxy:
-    """Passes bytes on to a port, and counts those of both directions."""
+    """Forwards bytes to a port, and counts them in both directions."""
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -60,7 +60,7 @@ class CountingProxy:
 
 
 class S3Store:
-    """The server, and what somebody else does there: not by way of the proxy."""
+    """The server, and the actions of others there, which bypass the proxy."""
 
     def __init__(self) -> None:
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -81,7 +81,7 @@ class S3Store:
         self._server.stop()
 
     def filesystem(self, **options: Any) -> pafs.S3FileSystem:
-        """Return Arrow's file system, by way of the proxy."""
+        """Return Arrow's file system, through the proxy."""
         keys = {"access_key": "access", "secret_key": "secret"}
         return pafs.S3FileSystem(
             **{**keys, **options},
@@ -99,14 +99,14 @@ class S3Store:
         return data
 
     def names(self) -> list[str]:
-        """Return the keys of all objects but those that stand for folders, which Arrow makes."""
+        """Return the keys of all objects except Arrow's folder markers."""
         return [name for name in self._names() if not name.endswith("/")]
 
     def _names(self) -> list[str]:
         return sorted(found["Key"] for found in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", ()))
 
     def uploads(self) -> list[str]:
-        """Return the ids of the uploads that nobody finished."""
+        """Return the ids of unfinished uploads."""
         return [
             found["UploadId"] for found in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
         ]
@@ -120,7 +120,7 @@ class S3Store:
 
 @contextlib.contextmanager
 def on_request(filesystem: pafs.S3FileSystem, hook: OnRequest) -> Iterator[None]:
-    """Have a hook called for the requests that our boto3 client of a file system sends."""
+    """Call a hook for each request that our boto3 client of a file system sends."""
 
     def handler(request: AWSPreparedRequest, event_name: str, **_: Any) -> AWSResponse | None:
         return hook(event_name.rpartition(".")[2], request)
@@ -134,7 +134,7 @@ def on_request(filesystem: pafs.S3FileSystem, hook: OnRequest) -> Iterator[None]
 
 
 def refusal(request: AWSPreparedRequest, status: int, code: str) -> AWSResponse:
-    """Return the answer with which a store refuses."""
+    """Return a store's refusal as an answer."""
     body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
 
     class Raw:
@@ -146,7 +146,7 @@ def refusal(request: AWSPreparedRequest, status: int, code: str) -> AWSResponse:
 
 
 def etag_in(request: AWSPreparedRequest) -> str | None:
-    """Return the condition of a request; of one that copies, that of what is copied."""
+    """Return the condition of a request; for a copy, the condition on its source."""
     value = request.headers.get("If-Match") or request.headers.get("x-amz-copy-source-if-match")
     return value.decode() if isinstance(value, bytes) else value
 

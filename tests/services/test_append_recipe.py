@@ -1,4 +1,4 @@
-"""docs/recipes/append-without-decrypting.md: its blocks, with the policies of the page in a real OpenBao."""
+"""docs/recipes/append-without-decrypting.md: its blocks, with the page's policies in a real OpenBao."""
 
 from __future__ import annotations
 

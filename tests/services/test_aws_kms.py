@@ -77,7 +77,7 @@ def settings(url: str, **fields: Any) -> AwsSettings:
             "access_key_id": "AKIAEXAMPLE",
             "secret_access_key": SECRET_KEY,
             "session_token": SESSION_TOKEN,
-            # A busy machine answers late: an attempt more would fail tests that count them.
+            # A busy machine answers late: an additional attempt would fail tests that count them.
             "call_timeout_seconds": 15.0,
             "timeout_seconds": 30.0,
         }
@@ -257,7 +257,7 @@ def test_a_role_that_may_not_be_assumed_is_no_denied_key(
 
 
 def test_a_silent_sts_is_waited_for_no_longer_than_a_call_lasts(fake: FakeKms, url: str) -> None:
-    """The SDK would let each thread ask in turn, and wait for all before it."""
+    """The SDK would let each thread call STS in turn, and wait for all before it."""
     key = fake.add_key()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -326,7 +326,7 @@ def serve_sts(status: int, code: str) -> Any:
     return run()
 
 
-# --- what each answer means, and how often it is asked for ---
+# --- what each answer means, and how many attempts it gets ---
 
 
 class DebugLog(logging.Handler):
@@ -413,9 +413,9 @@ FAULTS: list[tuple[str, Fault, type[KmsError], int]] = [
 def test_each_fault_ends_in_its_class(
     fake: FakeKms, url: str, debug_log: DebugLog, fault: Fault, kind: type[KmsError], tries: int
 ) -> None:
-    """With the tries its class allows, in time, and with nothing leaked."""
+    """With the attempts that its class allows, in time, and without leaks."""
     key = fake.add_key()
-    # On a busy machine a try that is not meant to be slow must not be one more than expected.
+    # On a busy machine, an attempt that is not meant to be slow must not cause another one.
     limits = {"call_timeout_seconds": 0.5 if fault is SLOW else 15.0, "timeout_seconds": 60.0, "max_tries": 4}
     with AwsKms(settings(url)) as kms:
         wrapped_key = wrap_one(kms, CANARY, key.arn)
@@ -430,7 +430,7 @@ def test_each_fault_ends_in_its_class(
         assert type(error) is kind
         assert (error.backend, error.operation, error.master_key_id) == ("aws", "unwrap", key.arn)
         assert len(fake.authorizations) - calls == tries
-        # Expired credentials are asked for anew within one try.
+        # New credentials replace expired ones within one attempt.
         assert error.tries == (1 if "expired" in str(error) else tries)
         assert seconds < limits["timeout_seconds"]
         assert error.__cause__ is error.__context__ is None
@@ -465,7 +465,7 @@ def test_retry_after_is_kept(fake: FakeKms, kms: AwsKms) -> None:
 
 
 def test_a_slow_kms_is_given_up_in_time(fake: FakeKms, url: str) -> None:
-    """Neither one try nor all of them take longer than they may."""
+    """Neither one attempt nor all of them exceed their time limit."""
     key = fake.add_key()
     fake.always = slow(20)
     with AwsKms(settings(url, call_timeout_seconds=1.0, timeout_seconds=2.5, max_tries=100)) as kms:
@@ -512,7 +512,7 @@ def test_nothing_leaks_while_wrapping_and_rewrapping(
 
 
 def test_the_log_of_others_stays_as_it_is(fake: FakeKms, url: str, debug_log: DebugLog) -> None:
-    """Only calls of ours are silent: other clients of the process log what they always did."""
+    """Only our calls are silent: other clients of the process log what they always did."""
     key = fake.add_key()
     with AwsKms(settings(url)) as kms:
         wrap_one(kms, CANARY, key.arn)
@@ -536,7 +536,7 @@ def test_redirects_are_not_followed(fake: FakeKms, url: str, status: int) -> Non
     with serve(elsewhere) as other_url, AwsKms(settings(url)) as kms:
         wrapped_key = wrap_one(kms, CANARY, key.arn)
         fake.always = redirect(other_url, status)
-        # On 303 the SDK itself stumbles.
+        # On 303 the SDK itself fails.
         with pytest.raises(KmsResponseInvalidError, match=r"redirect|the SDK cannot read it"):
             unwrap_one(kms, wrapped_key, key.arn)
         assert fake.counts["Decrypt"] == 3
@@ -620,7 +620,7 @@ def test_an_answer_about_another_key_is_refused(fake: FakeKms, kms: AwsKms) -> N
     "blob", [None, "", base64.b64encode(bytes(6_145)).decode()], ids=["none", "empty", "long"]
 )
 def test_an_answer_without_a_wrapped_key_is_refused(fake: FakeKms, kms: AwsKms, blob: str | None) -> None:
-    """Else a file would be written, or rotated, whose keys are lost."""
+    """Otherwise a file would be written, or rotated, whose keys are lost."""
     key = fake.add_key("one")
     wrapped_key = wrap_one(kms, CANARY, key.arn)
     fake.always = changed(CiphertextBlob=blob)
@@ -645,7 +645,7 @@ def test_an_alias_needs_no_permission_to_describe(fake: FakeKms, kms: AwsKms) ->
 
 
 def test_an_alias_that_was_moved(fake: FakeKms, kms: AwsKms) -> None:
-    """New keys are wrapped with the new key; old ones need the name of the old one, and the error says so."""
+    """New keys are wrapped with the new key; old keys need the name of the old one, and the error says so."""
     old, new = fake.add_key("one"), fake.add_key()
     wrapped_key = wrap_one(kms, CANARY, "alias/one")
     fake.aliases["alias/one"] = new.key_id
@@ -669,7 +669,7 @@ def test_a_replica_of_a_multi_region_key(fake: FakeKms, kms: AwsKms) -> None:
 
 
 def test_a_master_key_has_one_name(fake: FakeKms, kms: AwsKms) -> None:
-    """Who asks whether a key is needed means it by any name; an ARN of a key needs no call."""
+    """Any name of a key identifies it; an ARN of a key needs no call."""
     key = fake.add_key("one")
     assert kms.identity(key.arn) == key.arn
     assert not fake.counts
@@ -683,7 +683,7 @@ def test_a_master_key_has_one_name(fake: FakeKms, kms: AwsKms) -> None:
 
 
 def test_a_master_key_whose_one_name_nobody_says(fake: FakeKms, kms: AwsKms) -> None:
-    """An alias that may not be looked up is not taken for a key of its own."""
+    """An alias that may not be looked up is not treated as another key."""
     key = fake.add_key("one")
     key.denied = {"DescribeKey"}
     assert kms.identity("alias/one") is None
@@ -805,7 +805,7 @@ def test_the_encryption_context_is_bound(fake: FakeKms, url: str) -> None:
 
 
 def test_the_raw_form_is_the_blob_of_a_call_without_context(fake: FakeKms, url: str) -> None:
-    """So that Iceberg's `AwsKeyManagementClient`, which sends none, reads it."""
+    """So that Iceberg's `AwsKeyManagementClient`, which sends no context, can read it."""
     one = fake.add_key()
     with AwsKms(settings(url)) as kms, AwsKms(settings(url, encryption_context={"a": "b"})) as bound:
         blob = kms.wrap_raw(CANARY, one.arn)
@@ -875,7 +875,7 @@ def test_a_profile(fake: FakeKms, url: str, tmp_path: Path) -> None:
 def test_an_empty_ca_bundle_does_not_switch_verification_off(
     fake: FakeKms, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Some versions of the SDK take it for "verify nothing"."""
+    """Some versions of the SDK take it as "verify nothing"."""
     if place == "a profile":
         (tmp_path / "config").write_text("[default]\nca_bundle =\n", encoding="utf-8")
     else:
@@ -896,7 +896,7 @@ def test_an_empty_ca_bundle_does_not_switch_verification_off(
 def test_a_ca_bundle_that_is_of_no_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, content: str | None
 ) -> None:
-    """It is no KMS that cannot be reached."""
+    """This is not an unreachable KMS."""
     file = tmp_path / "bundle.pem"
     if content is not None:
         file.write_text(content, encoding="utf-8")
@@ -1019,7 +1019,7 @@ def test_a_client_of_the_caller_needs_tls() -> None:
 
 
 def test_200_unwraps_over_16_threads(fake: FakeKms, url: str) -> None:
-    """As many calls at once as the settings say, over as many connections, and no more."""
+    """As many concurrent calls as the settings say, over as many connections, and no more."""
     key = fake.add_key()
     with AwsKms(settings(url, max_concurrent_calls=8)) as kms:
         keys = [SecretBytes.random(256) for _ in range(200)]
@@ -1068,7 +1068,7 @@ def test_a_closed_client_opens_again(fake: FakeKms, kms: AwsKms) -> None:
 
 
 def test_flights(fake: FakeKms, url: str, tmp_path: Path) -> None:
-    """Written with three master keys, read back by ours and by pyarrow; a denied key takes its columns only."""
+    """Written with three master keys, read back by ours and by pyarrow; a denied key affects only its columns."""
     flights = read_flights().slice(0, 20_000)
     footer, pii = fake.add_key("footer"), fake.add_key("pii")
     fake.add_key("times")
@@ -1135,10 +1135,10 @@ def test_a_file_under_the_key_of_somebody_else_is_refused(fake: FakeKms, url: st
         with pytest.raises(TableMismatchError, match="the footer is under the master key 'arn:aws:kms:"):
             reader.read_table(path)
         with pytest.raises(MasterKeyNotTrustedError, match="master_keys"):
-            # What compares no file with a table stops there.
+            # Code that compares no file with a table stops there.
             unwrap_one(kms, "QUJD", theirs.arn)
         with pytest.raises(MasterKeyNotTrustedError):
-            # Nor are their keys rewrapped with ours: that would make the file a true one.
+            # Their keys are not re-wrapped with ours, either: that would make the file genuine.
             rewrap_one(kms, "QUJD", theirs.arn, ours.arn)
     assert not fake.log
 
@@ -1147,7 +1147,7 @@ def test_a_file_under_the_key_of_somebody_else_is_refused(fake: FakeKms, url: st
 def test_who_names_master_keys_in_a_rotation_trusts_them(
     fake: FakeKms, url: str, tmp_path: Path, key_material: str
 ) -> None:
-    """Neither the old nor the new one needs to be in the configuration."""
+    """Neither the old key nor the new one needs to be in the configuration."""
     old, new = fake.add_key("old"), fake.add_key("new")
     flights = pa.table({"tailnum": ["N14228"]})
     path = tmp_path / "flights.parquet"
@@ -1160,7 +1160,7 @@ def test_who_names_master_keys_in_a_rotation_trusts_them(
                 "kms": settings(url).model_dump(mode="json", exclude_none=True)
                 | {"secret_access_key": SECRET_KEY, "session_token": SESSION_TOKEN},
                 "master_keys": {"footer": footer_key or "alias/none"},
-                # A file that moves has to be of a table, if there is one.
+                # A file that moves must belong to a table, if there is one.
                 "tables": {"flights": table} if footer_key is not None else {},
             }
         )
@@ -1181,7 +1181,7 @@ ACTIONS = {"Encrypt", "Decrypt", "ReEncryptFrom", "ReEncryptTo", "DescribeKey", 
 
 
 def test_documented_policies_suffice(fake: FakeKms, url: str) -> None:
-    """Whoever may do what a policy of the documentation allows, and nothing else, can do its work."""
+    """A policy of the documentation is enough for its task, even if it allows nothing else."""
     writer, reader, rotator = (
         {action for statement in json.loads(text)["Statement"] for action in statement["Action"]}
         for text in POLICIES
@@ -1208,7 +1208,7 @@ def test_documented_policies_suffice(fake: FakeKms, url: str) -> None:
 
 
 def test_documented_errors_are_there() -> None:
-    """Each code of the documentation's table ends in the class that stands beside it."""
+    """Each code in the documentation's table ends in the class stated beside it."""
     from botocore.exceptions import ClientError
 
     from parquet_keytools.kms.aws import aws_error

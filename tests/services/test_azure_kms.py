@@ -76,7 +76,7 @@ def kms(vault: FakeVault) -> Iterator[AzureKms]:
 
 @pytest.fixture(autouse=True)
 def records() -> Iterator[list[logging.LogRecord]]:
-    """All that is logged, at DEBUG, Azure's libraries included; no test may leave a key or token in it."""
+    """The full log, at DEBUG, with Azure's libraries; no test may leave a key or token in it."""
     found: list[logging.LogRecord] = []
     handler = logging.Handler(logging.DEBUG)
     handler.emit = found.append  # type: ignore[assignment, method-assign]
@@ -100,7 +100,7 @@ def shows_secrets(*texts: str) -> bool:
 
 
 def failure(call: Callable[[], object]) -> KmsError:
-    """Return the error a call ends in, after a search for keys and tokens in all that it shows."""
+    """Return the error of a call, after a search for keys and tokens in all that it shows."""
     with pytest.raises(KmsError) as caught:
         call()
     error = caught.value
@@ -230,7 +230,7 @@ def test_auto_follows_the_key(
     name, found, version, data = wrapped_key.split(":")
     assert (name, found, version) == ("azure", algorithm, key.versions[0].id)
     assert len(strict_base64.decode(data)) == length + (len(CANARY) if kty == "oct-HSM" else 0)
-    # Any spelling of the name unwraps, in this vault and in one to which a backup of it was restored.
+    # Any spelling of the name unwraps, in this vault and in one where a backup of it was restored.
     assert unwrap_one(kms, wrapped_key, f"{vault.url}/keys/some-key") == CANARY
     assert vault.calls["wrapkey"] + vault.calls["encrypt"] == 1
     assert kms.describe("Some-Key").origin == kty
@@ -250,7 +250,7 @@ def test_an_algorithm_that_the_key_does_not_have_is_refused(vault: FakeVault, al
 
 
 def test_a_configured_algorithm_excludes_others(vault: FakeVault, kms: AzureKms) -> None:
-    """Who may call wrapKey, or has the public key, must not pass off keys as wrapped by AES-GCM."""
+    """A caller of wrapKey, or an owner of the public key, must not pass off keys as wrapped by AES-GCM."""
     with client(vault, algorithm="A256KW") as other:
         wrapped_key = wrap_one(other, CANARY, "hsm")
     assert unwrap_one(kms, wrapped_key, "hsm") == CANARY
@@ -327,7 +327,7 @@ def test_the_raw_form_is_that_of_azures_own_client(
     theirs = CryptographyClient(f"{vault.url}/keys/{name}", vault.credential(), api_version="7.4")
     vault.keys[name].operations = WRAP_OPERATIONS
     if name == "hsm":
-        # Unless it may not read the AES key, this client wraps with a random key, which it throws away.
+        # If it may read the AES key, this client wraps with a random key instead, and discards that.
         vault.deny(name, "get")
     wrapped = theirs.wrap_key(how, CANARY.reveal()).encrypted_key
     vault.denied.clear()
@@ -438,7 +438,7 @@ def test_a_token_is_shared_and_renewed(vault: FakeVault) -> None:
         credential.lifetime_seconds = 30.0
         wrap_one(kms, CANARY, "one")
         assert len(vault.scopes) == 2
-        # This token ends too soon for another call.
+        # This token expires too soon for another call.
         wrap_one(kms, CANARY, "one")
         assert len(vault.scopes) == 3
 

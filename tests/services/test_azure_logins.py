@@ -1,4 +1,4 @@
-"""Each login of Azure against a fake of what issues the tokens, as azure-identity calls it; see azure_fake.py."""
+"""Each Azure login against fakes of the token issuers, as azure-identity calls them; see azure_fake.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVault
 
 @pytest.fixture
 def shown(caplog: pytest.LogCaptureFixture, vault: FakeVault) -> Iterator[list[str]]:
-    """Texts in which no secret may stand; all that is logged is among them."""
+    """Texts that must not contain a secret; the full log is among them."""
     caplog.set_level(logging.DEBUG)
     texts: list[str] = []
     yield texts
@@ -51,7 +51,7 @@ def client_secret(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
 
 
 def default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """As the environment has it; the other sources of Azure's default chain have nothing."""
+    """As set in the environment; the other sources of Azure's default chain have nothing."""
     names = {"TENANT_ID": "a-tenant", "CLIENT_ID": "an-application", "CLIENT_SECRET": SECRET}
     for name, value in names.items():
         monkeypatch.setenv(f"AZURE_{name}", value)
@@ -122,7 +122,7 @@ def test_an_application_logs_in(
     assert form["scope"] == f"{vault.resource}/.default"
     assert vault.without_token == [b""]
 
-    # Entra ID refuses, and quotes what it was asked.
+    # Entra ID refuses, and quotes the request.
     vault.accepts = lambda form: False
     with AzureKms(settings, tmp_path) as kms, pytest.raises(KmsConfigurationError) as caught:
         wrap_one(kms, CANARY, "one")

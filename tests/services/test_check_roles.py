@@ -23,11 +23,11 @@ RULE = re.compile(r'path "([^"]+)"\s+\{ capabilities = \["(\w+)"\] \}')
 
 
 def documented_policies() -> dict[str, dict[str, list[str]]]:
-    """Return the rules of the page's policies, by the role that each is for."""
+    """Return the rules of the page's policies, by role."""
     blocks = re.findall(r"```hcl\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     return {
         role: {path: [capability] for path, capability in RULE.findall(block)}
-        # `check` has no role of an eraser, whose policy test_erasure.py uses.
+        # `check` has no eraser role; test_erasure.py uses the eraser's policy.
         for role, block in zip(("writer", "reader", "rotator"), blocks[:3], strict=True)
     }
 
@@ -102,7 +102,7 @@ def test_every_rule_of_a_documented_policy_is_needed(
         names = {path.removeprefix(verb) for path in POLICIES[role] if path.startswith(verb)}
         for path in POLICIES[role]:
             if not path.startswith(verb):
-                continue  # The page says what else is good for what; the next test of a rotator needs it.
+                continue  # The page says which alternatives there are; the next test of a rotator needs it.
             rest = {other: rule for other, rule in POLICIES[role].items() if other != path}
             monkeypatch.setitem(POLICIES, "rest", rest)
             assert check(openbao, tmp_path, role, "rest", names).exit_code == 3, path
@@ -114,7 +114,7 @@ AWS_PAGE = PAGE.with_name("kms-aws.md")
 
 
 def documented_statements() -> dict[str, list[dict[str, Any]]]:
-    """Return the statements of the page's policies, by the role that each is for."""
+    """Return the statements of the page's policies, by role."""
     blocks = re.findall(r"^```json\n(.*?)^```", AWS_PAGE.read_text(), re.M | re.S)
     return {
         role: json.loads(block)["Statement"]
@@ -126,7 +126,7 @@ STATEMENTS = documented_statements()
 
 
 def check_aws(tmp_path: Path, role: str, policy: list[dict[str, Any]], resources: list[str], **kms: Any) -> Result:
-    """Run `check --as` where the caller may do what a policy says. A rotator moves the first key to the second."""
+    """Run `check --as` where a policy limits the caller. A rotator moves the first key to the second."""
     fake = FakeKms()
     for arn in resources:
         assert arn.startswith(f"arn:aws:kms:{REGION}:{ACCOUNT}:key/")
@@ -209,7 +209,7 @@ METHODS = {
 
 
 def documented_methods() -> dict[str, set[str]]:
-    """Return the methods that the page's permissions allow, by the role that each row is for."""
+    """Return the methods that the page's permissions allow, by role."""
     rows = re.findall(r"^\| `check --as (\w+)` \|[^|]*\|([^|]*)\|", PAGE.with_name("kms-gcp.md").read_text(), re.M)
     return {role: {METHODS[name] for name in re.findall(r"\.(\w+)`", allowed)} for role, allowed in rows}
 

@@ -52,7 +52,7 @@ def write_config(folder: Path, document: dict[str, Any]) -> Path:
 
 
 def documented_policy(mount: str) -> dict[str, list[str]]:
-    """Return the rules of an eraser on the page about Vault, for another mount."""
+    """Return the eraser's rules on the page about Vault, for another mount."""
     page = (Path(__file__).parents[2] / "docs" / "kms-vault.md").read_text()
     block = re.findall(r"```hcl\n(.*?)```", page, flags=re.DOTALL)[3]
     rules = re.findall(r'path "transit/([^"]+)"\s+\{ capabilities = (\[.*?\]) \}', block)
@@ -208,7 +208,7 @@ def test_a_tenant_in_aws_with_older_versions_of_its_files(cloud: Cloud, tmp_path
         assert back.exit_code == 0 and "enable it" in back.stderr, back.output
         cloud.kms.enable_key(KeyId=cloud.arns["acme"].rpartition("/")[2])
         assert emails(tools, cloud.path, "acme", filesystem=cloud.filesystem) == ["a@x"]
-        # A run whose plan is from before the cancellation asks again.
+        # A run whose plan is older than the cancellation checks again.
         late = other.run(plan, waiting_days=7)
         assert late.proof.obtained and late.requested_at and cloud.state("acme") == "PendingDeletion"
 

@@ -1,4 +1,4 @@
-"""Files of other tables, and forged ones, with KMSs that are servers: trust is per table."""
+"""Files of other tables, and forged ones, with KMS servers: trust is per table."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_nothing_is_unwrapped_for_a_file_of_another_table(made: dict[str, Any], 
                 with pytest.raises(TableMismatchError, match="this is not a file of the table 'own'"):
                     use(tools, path, out)
                 assert tools.kms is not None
-                # The key of the footer is its own in the others, and has to be unwrapped to see columns.
+                # The others have their own footer key, which must be unwrapped to see columns.
                 asked = 0 if forgery in ("another table", "footer") else 1
                 assert tools.kms.call_counts["unwrap"] == asked, (forgery, name)
                 assert tools.kms.call_counts["wrap"] == 0, (forgery, name)
@@ -99,7 +99,7 @@ def test_nothing_is_unwrapped_for_a_file_of_another_table(made: dict[str, Any], 
 
 
 def test_a_version_that_is_no_more_allowed_hides_no_column(openbao: OpenBao, tmp_path: Path) -> None:
-    """Which version wrapped a key is in the wrapped key, which nothing authenticates beside the file."""
+    """The version that wrapped a key is in the wrapped key, and nothing beside the file authenticates it."""
     ids = {name: openbao.create_key() for name in NAMES}
     kms = {"type": "vault", "url": openbao.url, "token": openbao.root_token}
     made = document(kms, ids, denied_columns="hide")

@@ -1,4 +1,4 @@
-"""The KMS client of Google Cloud KMS, over a gRPC server that stands in for it."""
+"""The KMS client of Google Cloud KMS, over a gRPC server that imitates it."""
 
 import base64
 import datetime
@@ -77,7 +77,7 @@ def kms(server: FakeGcpKms) -> Iterator[GcpKms]:
 
 @pytest.fixture(autouse=True)
 def records() -> Iterator[list[logging.LogRecord]]:
-    """All that is logged, at DEBUG, Google's libraries included; no test may leave a key in it."""
+    """The full log, at DEBUG, with Google's libraries; no test may leave a key in it."""
     found: list[logging.LogRecord] = []
     handler = logging.Handler(logging.DEBUG)
     handler.emit = found.append  # type: ignore[assignment, method-assign]
@@ -102,7 +102,7 @@ def shows_canary(*texts: str) -> bool:
 
 
 def failure(call: Callable[[], object]) -> KmsError:
-    """Return the error a call ends in, after a search for the canary in all that it shows."""
+    """Return the error of a call, after a search for the canary in all that it shows."""
     with pytest.raises(KmsError) as caught:
         call()
     error = caught.value
@@ -165,7 +165,7 @@ def test_a_wrapped_key_is_the_ciphertext_and_nothing_else(server: FakeGcpKms, km
 
 
 def test_the_raw_form_is_the_ciphertext_without_aad(server: FakeGcpKms, kms: GcpKms) -> None:
-    """So that Iceberg's `GcpKeyManagementClient`, which sends no AAD, reads it."""
+    """So that Iceberg's `GcpKeyManagementClient`, which sends no AAD, can read it."""
     with GcpKms(settings(server.endpoint, additional_authenticated_data=None)) as plain:
         ciphertext = plain.wrap_raw(CANARY, "one")
         assert unwrap_one(plain, base64.b64encode(ciphertext).decode(), "one") == CANARY
@@ -186,7 +186,7 @@ def test_a_full_name_needs_no_key_ring(server: FakeGcpKms) -> None:
 
 
 def test_a_master_key_has_one_name(server: FakeGcpKms, kms: GcpKms) -> None:
-    """Who asks whether a key is needed means it by any name; what is no name has none."""
+    """Any name of a key identifies it; an invalid name identifies nothing."""
     name = f"{KEY_RING}/cryptoKeys/one"
     other = name.replace("test-ring", "other-ring")
     assert kms.identity("one") == kms.identity(name) == name
@@ -440,8 +440,8 @@ def test_a_slow_answer_ends_within_the_deadline(server: FakeGcpKms) -> None:
     with GcpKms(settings(server.endpoint, call_timeout_seconds=0.4, timeout_seconds=4, max_tries=100)) as kms:
         error = failure(lambda: wrap_one(kms, CANARY, "one"))
     assert isinstance(error, KmsUnavailableError) and ": DEADLINE_EXCEEDED" in error.detail
-    # Counted where they arrive, for it is called again: the library makes no calls of its own, and one that waited
-    # for this machine may not have got there. More would take longer than the deadline.
+    # Counted where they arrive: the library makes no calls of its own, and a call that waited
+    # for this machine may not have arrived. More calls would take longer than the deadline.
     assert 2 <= server.calls["Encrypt"] <= error.tries <= 10
 
 
@@ -555,7 +555,7 @@ with fake_gcp_kms("one") as server:
 
 @pytest.mark.parametrize("who", ["ours", "others"])
 def test_the_sdk_logs_no_key_of_ours(who: str) -> None:
-    """Of calls that others make it still logs everything: that is theirs to decide, and shows that it would."""
+    """It still logs everything in calls of others: that is their choice, and proves that it would."""
     environment = os.environ | {"GOOGLE_SDK_PYTHON_LOGGING_SCOPE": "google"}
     command = [sys.executable, "-c", LOGGING_PROGRAM, str(Path(__file__).parent), who]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -565,7 +565,7 @@ def test_the_sdk_logs_no_key_of_ours(who: str) -> None:
 
 @pytest.mark.parametrize("in_a_thread", [False, True])
 def test_the_sdk_logs_no_token_of_ours(in_a_thread: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """It hides tokens in bodies, and logs the headers as they are; it asks for some things in its own threads."""
+    """It hides tokens in bodies, and logs the headers as they are; it makes some requests in its own threads."""
 
     class Asking(StaticCredentials):
         def refresh(self, request: Any) -> None:
@@ -626,7 +626,7 @@ def test_a_ready_client(server: FakeGcpKms) -> None:
         except KmsConfigurationError:
             status = 0
         finally:
-            # Not a word of pytest's in the child.
+            # No output of pytest in the child.
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     channel.close()
@@ -716,7 +716,7 @@ def test_a_fork_waits_for_calls_under_way(server: FakeGcpKms, kms: GcpKms) -> No
 
 
 class StaticCredentials(Credentials):  # type: ignore[misc]
-    """Credentials whose refreshing ends as a test wants."""
+    """Credentials whose refresh ends as a test chooses."""
 
     def __init__(self, error: Exception | None = None, valid_seconds: float = 3600) -> None:
         super().__init__()
@@ -759,14 +759,14 @@ def test_a_token_is_renewed_in_time(server: FakeGcpKms, authenticated: Callable[
 def test_a_token_that_is_refused_is_replaced_once(
     server: FakeGcpKms, authenticated: Callable[..., GcpKms]
 ) -> None:
-    """It was revoked, or a clock is wrong: what is known of its end says that it is good."""
+    """It was revoked, or a clock is wrong: its known expiry says that it is valid."""
     credentials = StaticCredentials()
     with authenticated(credentials) as kms:
         wrap_one(kms, CANARY, "one")
         server.fail("UNAUTHENTICATED", times=1)
         wrap_one(kms, CANARY, "one")
         assert server.metadata[-1]["authorization"] == "Bearer secret-token-2"
-        # Where each one is refused, not one more is asked for with each call.
+        # If each token is refused, a call does not request another one each time.
         server.fail("UNAUTHENTICATED", times=20)
         outcomes = kms.wrap_many([WrapRequest(CANARY, "one") for _ in range(20)])
     assert {type(outcome) for outcome in outcomes} == {KmsConfigurationError}
@@ -801,7 +801,7 @@ def test_a_token_that_cannot_be_had(
 
 
 def test_a_token_is_waited_for_no_longer_than_a_call_lasts() -> None:
-    """Each thread would wait for all before it, one after the other, for a token service that is silent."""
+    """Otherwise each thread would wait for all before it, one after the other, for a silent token service."""
     released = threading.Event()
     timeouts: list[float] = []
 
@@ -882,7 +882,7 @@ class TokenService:
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
     def __call__(self, url: str, method: str = "GET", body: Any = None, headers: Any = None, **more: Any) -> Any:
-        if "allowedLocations" not in url:  # which newer SDKs ask for on the side, in a thread, some time later
+        if "allowedLocations" not in url:  # Newer SDKs request these as well, in a thread, some time later.
             self.asked.append((url, {"headers": headers, "body": body, **more}))
         answer = {"access_token": "source-token", "expires_in": 3600}
         if "iamcredentials" in url:

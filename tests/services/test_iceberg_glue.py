@@ -1,4 +1,4 @@
-"""Encrypted tables of Iceberg in a Glue catalog, which moto stands for."""
+"""Encrypted Iceberg tables in a Glue catalog, for which moto stands in."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_table_is_made_written_by_two_and_rotated(lake: Lake) -> None:
     assert len(second.rotate()) == 1
     found = load_table(catalog, "db.people").scan().to_arrow()["id"].to_pylist()
     assert sorted(found) == list(range(2, 15))
-    # Unmodified PyIceberg reads the past, too; and nothing is wrong with any file.
+    # Unmodified PyIceberg reads old snapshots, too; and no file has a finding.
     plain = glue_of(lake).load_table("db.people")
     past = plain.scan(snapshot_id=plain.metadata.snapshots[1].snapshot_id).to_arrow()["id"].to_pylist()
     assert sorted(past) == list(range(10))

@@ -1,4 +1,4 @@
-"""Encrypted tables of Iceberg in the metastore of Hive that Spark ships."""
+"""Encrypted Iceberg tables in the Hive metastore that comes with Spark."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = {
     "hive.metastore.schema.verification": "false",
     "hive.async.log.enabled": "false",
 }
-# What is in the modules of the JDK that an old Hive looks into.
+# JDK modules that an old Hive accesses.
 OPENED = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in ("lang", "net", "util")]
 MOST_SECONDS = 120
 

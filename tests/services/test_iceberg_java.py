@@ -1,4 +1,4 @@
-"""Our KMS client for Iceberg's Java library, and what Java reads of our tables."""
+"""Our KMS client for Iceberg's Java library, and Java as a reader of our tables."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_java_wraps_python_unwraps_and_the_other_way_round(
         assert jvm.unwrap(kms.wrap_raw(SecretBytes(key), "people"), "people") == key
         with pytest.raises(WrappedKeyInvalidError):
             kms.unwrap_raw(wrapped, "others")
-        # The name of the configuration is as good as the identifier in the KMS.
+        # The name in the configuration works as well as the identifier in the KMS.
         assert jvm.unwrap(wrapped, "pii") == key
 
 
@@ -128,7 +128,7 @@ def test_parquet_java_reads_the_rows_of_our_table(jvm: IcebergJvm, lake: Keystor
 
 @pytest.mark.skipif(not iceberg_jars(), reason="ICEBERG_JARS does not name the jars of Iceberg")
 def test_icebergs_own_classes_read_it(jvm: IcebergJvm, lake: KeystoreLake, location: str) -> None:
-    """They make our client from the properties of a catalog, and an encryption manager with it travels."""
+    """They create our client from the properties of a catalog, and its encryption manager can be serialized."""
     jvm.initialize(lake.config)
     assert sorted(jvm.do("rows by Iceberg", metadata=location)) == ROWS
 
@@ -205,7 +205,7 @@ def test_a_configuration_that_is_missing(jvm: IcebergJvm, tmp_path: Path) -> Non
 
 
 def test_nothing_secret_is_logged(jvm: IcebergJvm, lake: KeystoreLake) -> None:
-    """The last one: what it reads was logged by those before."""
+    """Must be the last test: it reads what earlier tests logged."""
     opened = lake.keystore.open()
     secrets: dict[str, Any] = {"a KEK": KEK, "the passphrase": PASSPHRASE.encode()}
     for name in ("people", "others"):

@@ -1,4 +1,4 @@
-"""Encrypted tables of Iceberg under keys of four KMSs, with the configurations of docs/iceberg.md."""
+"""Encrypted Iceberg tables under keys of four KMSs, with the configurations of docs/iceberg.md."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PAGE = (Path(__file__).parents[2] / "docs" / "iceberg.md").read_text(encoding="u
 
 
 def configuration(name: str) -> str:
-    """Return the block of the page that is a file of this name."""
+    """Return the page's block for the file of this name."""
     (text,) = re.findall(rf"^```yaml\n# {name}\n(.*?)^```$", PAGE, re.M | re.S)
     return str(text)
 
 
 def check(lake: Lake) -> list[str]:
-    """Make, write, rotate and read a table; return its KEKs before and after."""
+    """Create, write, rotate and read a table; return its KEKs before and after."""
     table = lake.create()
     table.append(rows(0, 5))
     table.delete("id = 1")
@@ -49,7 +49,7 @@ def check(lake: Lake) -> list[str]:
 
 
 def exchange_kek(lake: Lake, decrypt: Callable[[bytes], bytes], encrypt: Callable[[bytes], bytes]) -> None:
-    """Open the KEK of the table and wrap it again, as a client of others does; the table is read afterwards."""
+    """Unwrap the KEK of the table and wrap it again, as another client does; the table is read afterwards."""
     path = Path(lake.load().metadata_location.removeprefix("file://"))
     document = json.loads(path.read_text())
     entry = document["encryption-keys"][0]
@@ -60,7 +60,7 @@ def exchange_kek(lake: Lake, decrypt: Callable[[bytes], bytes], encrypt: Callabl
     assert wrapped != entry["encrypted-key-metadata"]
     entry["encrypted-key-metadata"] = wrapped
     path.write_text(json.dumps(document))
-    # A changed configuration: nothing is remembered.
+    # With a changed configuration, no key is cached.
     configuration = lake.folder / "keytools.yaml"
     configuration.write_text(configuration.read_text() + "\n")
     before = lake.ids()
@@ -71,7 +71,7 @@ def exchange_kek(lake: Lake, decrypt: Callable[[bytes], bytes], encrypt: Callabl
 def exchange_with_client(
     config: Path, master_key_id: str, decrypt: Callable[[bytes], bytes], encrypt: Callable[[bytes], bytes]
 ) -> None:
-    """Have a plain client of the service unwrap what our client for PyIceberg wrapped, and wrap for it."""
+    """Unwrap with a plain client of the service what our client for PyIceberg wrapped, and the other way round."""
     client = IcebergKeyManagementClient({"keytools.config": str(config)})
     for length in (16, 24, 32):
         key = os.urandom(length)
@@ -183,7 +183,7 @@ def test_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_of_iceberg_java_under_azure(
     tmp_path: Path, iceberg_test_data: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """What Iceberg Java with its Azure client leaves: its table, and KEKs that Azure's own client wrapped.
+    """The state that Iceberg Java with its Azure client leaves: its table, and KEKs wrapped by Azure's own client.
 
     The client of Iceberg calls `wrapKey` with RSA-OAEP-256, and Iceberg stores the bare ciphertext, as base64. The
     table was written with another KMS, which shows only in the wrapped KEKs: they are wrapped again.
@@ -219,11 +219,11 @@ def test_a_table_of_iceberg_java_under_azure(
         vault.keys["people-pii"].add_version()
         assert len(table.rotate()) == len(keks)
         vault.keys["people-pii"].versions[0].enabled = False
-        # A changed configuration: nothing is remembered.
+        # With a changed configuration, no key is cached.
         (tmp_path / "keytools.yaml").write_text(text + "\n")
         rotated = lake.load(f"db.{name}", **mapping)
         assert_is_snapshot(rotated.scan().to_arrow(), expected.snapshots[-1])
-        # Azure's own client unwraps what was wrapped with the new version.
+        # Azure's own client unwraps keys of the new version.
         entries = json.loads((path.parent / Path(rotated.metadata_location).name).read_text())["encryption-keys"]
         client = CryptographyClient(f"{vault.url}/keys/people-pii", vault.credential(), api_version="7.4")
         rewrapped = [entry for entry in entries if entry["encrypted-by-id"] == "people-pii"]

@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def catalog_properties(folder: Path) -> dict[str, str]:
-    """Return the properties that Spark gives Iceberg's catalog."""
+    """Return the properties that Spark passes to Iceberg's catalog."""
     settings = re.findall(r"^(\S+)\s+(\S+)$", (folder / "spark-defaults.conf").read_text(), re.M)
     return {name.removeprefix(PREFIX): value for name, value in settings if name.startswith(PREFIX)}
 
@@ -51,7 +51,7 @@ def test_spark_and_python_share_keys_under_the_policy_of_the_page(
         monkeypatch.setenv(name, value)
     python = IcebergKeyManagementClient({"keytools.config": str(tmp_path / properties["keytools.config"])})
     key = os.urandom(16)
-    # The JVM runs in this folder, as an executor does beside the files that Spark sent it.
+    # The JVM runs in this folder, like an executor beside the files that Spark sent it.
     with iceberg_jvm(tmp_path, READER_TOKEN=reader_token, **variables) as jvm:
         jvm.initialize(None, **properties | {"keytools.python": sys.executable})
         wrapped = jvm.wrap(key, "people")
@@ -61,7 +61,7 @@ def test_spark_and_python_share_keys_under_the_policy_of_the_page(
         assert jvm.unwrap(python.wrap_key(key, "people"), "people") == jvm.unwrap(wrapped, "people") == key
         with pytest.raises(JavaError, match="KeyAccessDenied"):
             jvm.wrap(key, "another")
-        # One that only reads, with a token of its own.
+        # A second JVM, which only reads, with its own token.
         (tmp_path / "reader.yaml").write_text(
             (tmp_path / "keytools.yaml").read_text().replace("${VAULT_TOKEN}", "${READER_TOKEN}")
         )

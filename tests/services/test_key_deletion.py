@@ -1,4 +1,4 @@
-"""The end of a master key in each KMS: deletion, its state, its cancellation, and who asked for it."""
+"""The end of a master key in each KMS: deletion, its state, its cancellation, and the recorded caller."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_deleted_key_unwraps_nothing_and_all_others_do(place: Place) -> None:
     (answer,) = kms.unwrap_many([UnwrapRequest(wrapped, place.doomed)])
     assert isinstance(answer, MasterKeyDisabledError | MasterKeyNotFoundError), answer
     assert unwrap_one(kms, other, place.other) == KEY
-    # A repeated call, as of a run that was killed, changes nothing.
+    # A repeated call, for example after a killed run, changes nothing.
     again = kms.schedule_key_deletion(before.key)
     assert (again.state, again.deletes_at) == (found.state, found.deletes_at)
     assert kms.key_deletion_state(place.other).state == "usable"

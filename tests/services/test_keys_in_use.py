@@ -1,4 +1,4 @@
-"""What the inventory of keys says against what happens when a key is disabled: each file, each column."""
+"""The inventory of keys, compared with what fails when a key is disabled: each file, each column."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 Loss = set[tuple[str, str]]
-"""Pairs of the name of a file and a column."""
+"""Pairs of file name and column."""
 
 
 class Operator(Protocol):
-    """Who manages the master keys of a KMS."""
+    """Manages the master keys of a KMS."""
 
     case: Case
 
     def add_version(self) -> None: ...
 
     def disabled(self, master_key: str, version: str | None) -> contextlib.AbstractContextManager[None]:
-        """Have a version unwrap nothing, or all of them."""
+        """Disable a version, or all of them, for unwrapping."""
         ...
 
 
@@ -58,7 +58,7 @@ class KeystoreOperator:
 
 
 class VaultOperator:
-    """Knows versions by the least one that decrypts."""
+    """Disables versions by the minimum version that decrypts."""
 
     def __init__(self, case: Case, server: OpenBao) -> None:
         self.case = case
@@ -99,7 +99,7 @@ def operator(request: pytest.FixtureRequest, tmp_path: Path) -> Operator:
 
 
 def write_all(operator: Operator) -> None:
-    """Write files of all kinds, with keys of two versions, apart and mixed."""
+    """Write files of all kinds, with keys of two versions, separate and mixed."""
     case = operator.case
     for kind, settings in KINDS.items():
         for state in ("old", "new", "mixed"):
@@ -113,7 +113,7 @@ def write_all(operator: Operator) -> None:
 
 
 def predicted(case: Case, master_key: str, version: str | None) -> Loss:
-    """Return what cannot be read without a key, as the inventory has it."""
+    """Return what cannot be read without a key, according to the inventory."""
     lost: Loss = set()
     files = set()
     for file in case.tools().files_using(master_key, case.folder, version=version):
@@ -123,7 +123,7 @@ def predicted(case: Case, master_key: str, version: str | None) -> Loss:
         for use in file.uses:
             if use.master_key_id != master_key or version not in (None, use.version):
                 continue
-            # Without its footer nothing of a file is read.
+            # Without its footer, nothing in a file can be read.
             columns = TABLE.column_names if use.column is None else [use.column.split(".")[0]]
             lost |= {(name, column) for column in columns}
     assert files == {name for name, _ in lost}
@@ -133,10 +133,10 @@ def predicted(case: Case, master_key: str, version: str | None) -> Loss:
 def happened(case: Case) -> Loss:
     """Return what cannot be read now."""
     lost: Loss = set()
-    # They have nothing cached.
+    # With empty caches.
     tools_of = {kind: case.tools(**settings) for kind, settings in KINDS.items()}
     for path in sorted(case.folder.glob("*.parquet")):
-        # As the table that it is a file of.
+        # With the settings of the file's table.
         tools = tools_of[path.stem.rpartition("-")[0]]
 
         def reads(columns: list[str], path: Path = path, tools: Keytools = tools) -> bool:
@@ -157,7 +157,7 @@ def test_the_inventory_says_what_happens(operator: Operator) -> None:
     assert happened(case) == set()
     sizes = {}
     for master_key in ("kf", "ka", "kb"):
-        # Of two versions the newer one cannot be disabled alone in OpenBao.
+        # OpenBao cannot disable only the newer of two versions.
         for version in ("1", None):
             expected = predicted(case, master_key, version)
             with operator.disabled(master_key, version):
@@ -184,7 +184,7 @@ def test_twice_within_an_hour(operator: Operator, key_material: str) -> None:
     """pyarrow's own rotation makes no KMS call the second time. The versions show that ours does."""
     case = operator.case
     path = case.write(tools=case.tools(key_material=key_material))
-    # One for all: what it has in its caches must not make a difference.
+    # One for all: its caches must not make a difference.
     tools = case.tools()
     seen = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Commands whose KMS cannot be reached, and `check` of many keys: they end soon, and say what is left."""
+"""Commands whose KMS cannot be reached, and `check` of many keys: they end soon, and report what is left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIGURATION = parse_configuration(
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """A port of this machine on which nothing listens: it is taken, and never listened on."""
+    """A port of this machine on which nothing listens: it is bound, but never listened on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
@@ -40,7 +40,7 @@ def free_port() -> Iterator[int]:
 
 @pytest.fixture
 def down(tmp_path: Path, free_port: int) -> Path:
-    """A configuration whose KMS refuses connections; the limit of a test is much longer than that of a command."""
+    """A configuration whose KMS refuses connections; the tests allow much more time than the commands."""
     kms = {"type": "vault", "url": f"http://127.0.0.1:{free_port}", "token": "t", "timeout_seconds": 300}
     config = tmp_path / "down.yaml"
     config.write_text(json.dumps({"version": 1, "kms": kms, "tables": TABLES}))
@@ -56,7 +56,7 @@ class TransitForm(InMemoryKms):
 
 
 def encrypted(folder: Path) -> Path:
-    """Return files with a KEK each, which some transit engine has wrapped."""
+    """Return files that each have a KEK wrapped by some transit engine."""
     folder.mkdir()
     for number in range(FILES):
         kms = TransitForm({"k": bytes(16), "p": bytes(16)})
@@ -134,7 +134,7 @@ class SlowSettings(RemoteKmsSettings):
 
 
 class SlowKms(RemoteKmsClient):
-    """A KMS that answers each call after a while."""
+    """A KMS that answers each call with a delay."""
 
     backend = "slow"
     Settings = SlowSettings
@@ -174,7 +174,7 @@ def test_a_check_of_many_keys_ends_and_names_the_keys_that_were_not_tried() -> N
         kms.end_within(1.0)
         start = time.monotonic()
         outcomes = [check.outcome for check in check_master_keys(configuration, kms)]
-        assert time.monotonic() - start < 30  # 2.8 seconds without load, if all keys are tried
+        assert time.monotonic() - start < 30  # 2.8 seconds without load, if all keys are checked
     assert outcomes[0] == "ok" and outcomes[-1] == "not tried" and "failed" not in outcomes
 
 
@@ -216,7 +216,7 @@ def test_credentials_that_expire_between_footer_and_column(tmp_path: Path) -> No
     assert not (tmp_path / "b.parquet").exists()
 
 
-# --- verify asks for the keys of many files together ---
+# --- verify unwraps the keys of many files together ---
 
 
 class Counting(InMemoryKms):
@@ -240,7 +240,7 @@ def test_verify_asks_for_the_keys_of_many_files_together(tmp_path: Path) -> None
         report = tools.verify_folder(folder)
         verdicts = [file.verdict.value for file in report.files]
         assert verdicts.count("conforms, with weaknesses") == FILES - 1
-    # Each of 11 files has two KEKs: one by one these are 22 requests.
+    # Each of 11 files has two KEKs: one by one, this would be 22 requests.
     assert kms.requests < 14
 
 

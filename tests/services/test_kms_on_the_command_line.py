@@ -1,4 +1,4 @@
-"""What commands say and return where a KMS lets them wait, or does not accept their credentials."""
+"""Output and exit status of commands whose KMS is slow, or does not accept their credentials."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Wrapping(InMemoryKms):
 
 
 def folder_of(tmp_path: Path, kind: str) -> Path:
-    """Return three files whose keys some KMS of this kind has wrapped."""
+    """Return three files whose keys were wrapped by a KMS of this kind."""
     kms = Wrapping({KEY: bytes(16)})
     kms.prefix = "vault:v1:" if kind == "vault" else ""
     tools = Keytools.from_yaml(config_of(tmp_path, {"type": "in_memory", "keys": [KEY]}), kms=kms)
@@ -77,7 +77,7 @@ def called(command: str, folder: Path, config: Path) -> Any:
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):
-    """Answers as a KMS does to credentials that have expired."""
+    """Answers as a KMS does to expired credentials."""
 
     status: ClassVar[int]
     body: ClassVar[dict[str, Any]]
@@ -100,7 +100,7 @@ class Refusing(http.server.BaseHTTPRequestHandler):
 def expired(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
     if request.param == "gcp":
         fake = FakeGcpKms()
-        # As Cloud KMS answers to an access token that has expired.
+        # Cloud KMS answers like this to an expired access token.
         fake.fail("UNAUTHENTICATED", message="Request had invalid authentication credentials.")
         place = dict(zip(("project", "location", "key_ring"), KEY_RING.split("/")[1::2], strict=True))
         yield {"type": "gcp", "endpoint": fake.endpoint, "insecure": True, **place}

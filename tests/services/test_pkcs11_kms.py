@@ -1,4 +1,4 @@
-"""The client of PKCS#11 against SoftHSM: sessions, PINs, tokens that return, keys that an operator changes."""
+"""The PKCS#11 client against SoftHSM: sessions, PINs, tokens that return, keys that an operator changes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TestPkcs11Contract(KmsClientContract):
 
     @pytest.fixture
     def kms(self, hsm: SoftHsm) -> Iterator[KmsClient]:
-        # Another client is the operator.
+        # Another client plays the operator.
         with client(hsm, mechanism=self.mechanism) as self.operator, client(hsm, mechanism=self.mechanism) as kms:
             for name in ("one", "one é:,; 1"):
                 self.operator.create_key(name)
@@ -128,7 +128,7 @@ def test_one_login_serves_all_clients_of_a_process(kms: Pkcs11Kms, hsm: SoftHsm)
 
 
 class Limited:
-    """A token of SoftHSM that has a limited number of sessions: SoftHSM itself has no limit."""
+    """A SoftHSM token with a limited number of sessions: SoftHSM itself has no limit."""
 
     def __init__(self, token: Any, limit: list[int]) -> None:
         self._token = token
@@ -188,7 +188,7 @@ def test_a_session_limit_is_waited_for(hsm: SoftHsm, monkeypatch: pytest.MonkeyP
 
 
 class Busy:
-    """A library that is safe for threads, unlike SoftHSM. It counts what is under way, and can lose its token."""
+    """A library that is thread-safe, unlike SoftHSM. It counts the calls in progress, and can lose its token."""
 
     def __init__(self) -> None:
         self.under_way = self.most_under_way = self.opened = self.started_over = 0
@@ -244,7 +244,7 @@ class BusyKey(pkcs11.SecretKey):
 
 
 def test_as_many_sessions_as_allowed_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by two clients; and where the token is lost, the library starts over when no session is in use."""
+    """Also by two clients; and if the token is lost, the library starts over when no session is in use."""
     library = Busy()
     monkeypatch.setattr(pkcs11, "lib", lambda path: library)
     given = {"module": str(tmp_path / "busy.so"), "token_label": "keys", "pin": PIN, "max_sessions": 3}
@@ -254,7 +254,7 @@ def test_as_many_sessions_as_allowed_are_used(tmp_path: Path, monkeypatch: pytes
             library.lose = lose
             assert all(pool.map(lambda number: wrap_one((kms, other)[number % 2], KEY, "pii"), range(60)))
     assert (library.most_under_way, library.started_over) == (3, 1)
-    # Once three and the one that stays, and again after the token was lost.
+    # Three short ones and one that stays, and again after the token was lost.
     assert library.opened <= 8
 
 
@@ -273,7 +273,7 @@ def test_a_wrong_pin_is_tried_once(hsm: SoftHsm, tmp_path: Path) -> None:
         assert {type(outcome) for outcome in outcomes} == {KmsConfigurationError}
         assert pin_is_low(hsm)
         with hsm.operator():
-            pass  # a right PIN resets the count
+            pass  # a correct PIN resets the count
         assert not pin_is_low(hsm)
         with pytest.raises(KmsConfigurationError, match="not tried again"):
             wrap_one(kms, KEY, "pii")
@@ -288,7 +288,7 @@ def test_a_wrong_pin_is_tried_once(hsm: SoftHsm, tmp_path: Path) -> None:
 
 
 class Flagged:
-    """A token of SoftHSM with other flags: SoftHSM locks no PIN."""
+    """A SoftHSM token with other flags: SoftHSM locks no PIN."""
 
     def __init__(self, token: Any, flag: TokenFlag) -> None:
         self._token = token
@@ -577,11 +577,11 @@ def test_the_raw_form_is_the_wrapped_key(kms: Pkcs11Kms) -> None:
             kms.unwrap_raw(damaged, "pii")
 
 
-# --- HSMs that choose the nonce: no such library is available, so keys of SoftHSM play one ---
+# --- HSMs that choose the nonce: no such library is available, so SoftHSM's keys imitate one ---
 
 
 def chosen_nonces(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any, bytes, Any], bytes]) -> None:
-    """Let each key that is found encrypt in another way."""
+    """Make each key that is found encrypt in another way."""
     find = pkcs11.Session
 
     class Session:
@@ -615,14 +615,14 @@ def chosen_nonces(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any, bytes,
 
 
 def in_the_buffer(encrypt: Any, data: bytes, given: Any) -> bytes:
-    """As AWS CloudHSM: the nonce is written into the memory of the mechanism's parameter."""
+    """As in AWS CloudHSM: the nonce is written into the memory of the mechanism's parameter."""
     assert given.nonce == bytes(12)
     ctypes.memmove(given.nonce, SecretBytes.random(96).reveal(), 12)
     return encrypt(given)
 
 
 def after_the_tag(length: int) -> Callable[[Any, bytes, Any], bytes]:
-    """As Thales' HSMs in FIPS mode: the nonce follows the tag."""
+    """As in Thales' HSMs in FIPS mode: the nonce follows the tag."""
 
     def answer(encrypt: Any, data: bytes, given: Any) -> bytes:
         own = SecretBytes.random(96).reveal()
@@ -651,7 +651,7 @@ def test_a_nonce_of_16_bytes_is_refused(hsm: SoftHsm, monkeypatch: pytest.Monkey
 
 
 def test_a_nonce_of_zeros_is_refused(hsm: SoftHsm) -> None:
-    """SoftHSM takes the nonce that it is given: with this setting, all wraps would have the same."""
+    """SoftHSM uses the given nonce: with this setting, all wraps would have the same one."""
     with client(hsm, hsm_chooses_nonce=True) as kms:
         kms.create_key("pii")
         with pytest.raises(KmsConfigurationError, match="chose no nonce"):

@@ -1,7 +1,7 @@
-"""Somebody who can write to the storage, while keys of a KMS of a cloud are rotated, listed and put back.
+"""An attacker who can write to the storage, while keys of a cloud KMS are rotated, listed and restored.
 
-The same as `tamper/test_hostile_rotation.py`, for each KMS that can be run here, and through Python, the command
-line and the tasks of Spark. Each attack is on a file of one data set, beside one that nobody touched.
+The same as `tamper/test_hostile_rotation.py`, for each KMS that can run here, and through Python, the command
+line and Spark tasks. Each attack is on one file of a data set, beside an untouched file.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Entries = dict[str, Entry]
 
 @dataclass
 class Service:
-    """A KMS, and what its operator does.
+    """A KMS, and the tasks of its operator.
 
     Attributes:
-        settings: What stands under `kms:`.
-        ids: What a master key does -> its identifier.
-        add_version: Gives a master key a new version.
-        disable: Has a master key unwrap nothing.
-        knows_versions: Whether a wrapped key says which version wrapped it.
+        settings: The settings under `kms:`.
+        ids: Purpose of a master key -> its identifier.
+        add_version: Adds a version to a master key.
+        disable: Disables a master key for unwrapping.
+        knows_versions: Whether a wrapped key names the version that wrapped it.
     """
 
     settings: dict[str, Any]
@@ -113,7 +113,7 @@ def moto_service(url: str) -> Service:
     ids = {role: client.create_key()["KeyMetadata"]["Arn"] for role in ROLES}
 
     def disable(arn: str) -> None:
-        # Its disabled keys go on.
+        # A disabled key of moto still works, so it is removed.
         key_id = arn.rpartition("/")[2]
         del kms_backends[MOTO_ACCOUNT][REGION].keys[key_id]
 
@@ -215,7 +215,7 @@ class Place(ExitStack):
         moves: dict[str, str] | None = None,
         status: int = 1,
     ) -> dict[str, str]:
-        """Rotate; returns name -> outcome. The command line ends with the status if something failed."""
+        """Rotate; returns name -> outcome. The command line ends with the status if a file failed."""
         options: dict[str, Any] = {"dry_run": dry_run, "only_master_keys": only_master_key, "moves": moves}
         if way == "python":
             with Keytools.from_yaml(self.config) as tools:
@@ -238,7 +238,7 @@ class Place(ExitStack):
         return {Path(path).stem: outcome for path, outcome in outcomes}
 
     def unknown(self, way: str, master_key_id: str) -> set[str]:
-        """Return the files of which it is unknown whether they need a key; all others do not, or are said to."""
+        """Return the files for which it is unknown whether they need a key."""
         if way == "python":
             with Keytools.from_yaml(self.config) as tools:
                 files = [(file.path, file.unknown is not None) for file in tools.key_inventory(self.folder)]
@@ -256,19 +256,19 @@ class Place(ExitStack):
 
 
 def ways(**of_service: str) -> pytest.MarkDecorator:
-    """Run a test with these services, and for each of them in these ways."""
+    """Run a test with these services, and for each service in these ways."""
     pairs = [(service, way) for service, text in of_service.items() for way in text.split()]
     return pytest.mark.parametrize(("service", "way"), pairs, indirect=["service"])
 
 
 ALL_WAYS = "python cli spark"
-# What a KMS answers does not depend on the way: each service is met, and each way.
+# The answers of a KMS do not depend on the way: each service runs, and each way.
 _OF_CLOUDS = {"aws": ALL_WAYS, "gcp": ALL_WAYS} if SOAK else {"aws": "cli", "gcp": "spark"}
 every_way = ways(openbao=ALL_WAYS, **_OF_CLOUDS, moto="python")
 some_ways = ways(openbao=ALL_WAYS, aws="cli", gcp="spark")
 
 
-# --- attacks on key material: each changes the entries of a file, given those of another one under newer versions
+# --- attacks on key material: each changes the entries of a file, given another file's newer entries
 
 
 def another_master_key(place: Place, entries: Entries, newer: Entries) -> None:
@@ -327,16 +327,16 @@ ATTACKS: list[Callable[[Place, Entries, Entries], None]] = [
 
 
 def wrapped(entry: Entry) -> str:
-    """Return the field with what the KMS wrapped."""
+    """Return the field with the key that the KMS wrapped."""
     return "wrappedKEK" if entry["doubleWrapping"] else "wrappedDEK"
 
 
 def relabelled(old: str, new: str) -> str:
-    """Return an old wrapped key with the beginning of a new one, where a KMS says which version it is of."""
+    """Return an old wrapped key with the beginning of a new one, if a KMS states the version there."""
     if old.startswith("vault:"):
         return new[: len("vault:v2:")] + old[len("vault:v1:") :]
     start, rest = base64.b64decode(new), base64.b64decode(old)
-    # A version's tag, or the name of a key and the version: all that stands before the nonce.
+    # A version's tag, or the key name and the version: all that precedes the nonce.
     length = len(rest) - 12 - 16 - 16
     if start[:length] == rest[:length]:
         # A service without versions.
@@ -365,7 +365,7 @@ def test_no_entry_that_was_changed_is_believed(place: Place, way: str) -> None:
     intact = place.folder / "intact.parquet"
     copy_with(external_entries(old[True]), old[True], intact)
     before = {name: digest for name, digest in tree_digest(place.folder).items() if "intact" not in name}
-    # A dry run unwraps no key that would change. That a file would be rotated is not "done".
+    # A dry run unwraps no key that would change. "Would be rotated" is not "done".
     foreseen = place.rotate(way, dry_run=True)
     assert set(foreseen.values()) <= {"failed", "would rotate"} and foreseen["intact"] == "would rotate"
     assert place.rotate(way) == dict.fromkeys(attacked, "failed") | {"intact": "rotated"}
@@ -386,12 +386,12 @@ def copy_with(entries: Entries, path: Path, to: Path) -> None:
 
 
 def denied(metadata: FileMetaData) -> None:
-    """Say of encryption that there is none."""
+    """State in the metadata that nothing is encrypted."""
     metadata.encryption_algorithm = metadata.footer_signing_key_metadata = None
 
 
 def renamed(metadata: FileMetaData) -> None:
-    """Have a plain column under another name."""
+    """Rename a plain column."""
     metadata.schema[-1].name = "other"
 
 
@@ -400,7 +400,7 @@ def counted(metadata: FileMetaData) -> None:
 
 
 def unstored_columns(metadata: FileMetaData) -> None:
-    """Say of columns that they are not encrypted."""
+    """State in the metadata that columns are not encrypted."""
     for row_group in metadata.row_groups:
         for chunk in row_group.columns:
             chunk.crypto_metadata = None
@@ -408,7 +408,7 @@ def unstored_columns(metadata: FileMetaData) -> None:
 
 @some_ways
 def test_a_plaintext_footer_is_believed_when_it_is_authentic(place: Place, way: str) -> None:
-    """All its keys are current and right. Whoever has no key changes what it says of columns."""
+    """All its keys are current and correct. An attacker without a key changes the metadata of columns."""
     tools = place.tools(plaintext_footer=True, key_material="internal")
     whole = place.write(tools, "intact")
     attacked = set()
@@ -442,7 +442,7 @@ def test_a_stashed_key_does_not_outlive_its_master_key(place: Place, way: str) -
     entries = external_entries(path)
     assert len(entries) == 5 and wrapped_key not in key_material_file(path).read_text()
     assert len(place.of("new", entries)) == 3 and len({entry["wrappedKEK"] for entry in entries.values()}) == 3
-    # Of what was stashed nothing is left under the new master key, and the old one opens nothing.
+    # No stashed key is left under the new master key, and the old one opens nothing.
     ids = place.service.ids
     with Keytools.from_yaml(place.config) as tools:
         assert tools.kms is not None
@@ -464,7 +464,7 @@ def stash(place: Place, path: Path, stolen: Path) -> str:
 
 @some_ways
 def test_what_a_kms_refuses_is_never_done_nor_unneeded(place: Place, way: str) -> None:
-    """Each key is current: only the KMS knows that the one of the columns is right."""
+    """Each key is current: only the KMS knows that the columns' key is correct."""
     for key_material in ("internal", "external"):
         place.write(place.tools(key_material=key_material), key_material)
     before = tree_digest(place.folder)
@@ -477,7 +477,7 @@ def test_what_a_kms_refuses_is_never_done_nor_unneeded(place: Place, way: str) -
 
 @pytest.mark.parametrize("service", ["openbao", "aws", "gcp"], indirect=True)
 def test_what_the_command_line_says(place: Place) -> None:
-    """Of a data set in which one entry names another master key, for somebody who is about to disable one."""
+    """In a data set in which one entry names another master key, before somebody disables a key."""
     path = place.write(place.tools(), "x")
     entries = external_entries(path)
     another_master_key(place, entries, entries)
@@ -488,7 +488,7 @@ def test_what_the_command_line_says(place: Place) -> None:
         status, out, err = place.run("rotate", place.folder, *options)
         assert status == 3 and f"Failed: {path}: " in err and "1 failed" in out, err
         assert "does not belong to this master key, or is damaged" in err, err
-    # What is moved is compared with its table, before the KMS is asked.
+    # A moved file is compared with its table before any KMS call.
     status, out, err = place.run("rotate", place.folder, "--from", "ka", "--to", "new")
     assert status == 1 and f"Failed: {path}: this is not a file of the table" in err and "1 failed" in out, err
     for key in ("ka", "kb", "new"):
@@ -497,12 +497,12 @@ def test_what_the_command_line_says(place: Place) -> None:
     assert tree_digest(place.folder) == before
 
 
-# --- what it costs where nobody attacks ---
+# --- costs without an attack ---
 
 
 @pytest.mark.parametrize("double", [True, False])
 def test_cloud_kms_is_asked_once_for_each_old_kek(gcp: FakeGcpKms, tmp_path: Path, double: bool) -> None:
-    """It re-wraps nothing: a key that it wrapped itself costs three requests."""
+    """It cannot re-wrap: a key that it wrapped itself costs three requests."""
     with Place(gcp_service(gcp), tmp_path) as place:
         count = 4
         for number in range(count):
@@ -521,7 +521,7 @@ def test_cloud_kms_is_asked_once_for_each_old_kek(gcp: FakeGcpKms, tmp_path: Pat
 
 
 def test_the_transit_engine_moves_no_kek_to_another_key(openbao: OpenBao, tmp_path: Path) -> None:
-    """It re-wraps only under the same key. In its own it re-wraps: no KEK is unwrapped but for the proof."""
+    """It re-wraps only under the same key. There, a KEK is unwrapped only for the proof."""
     with Place(openbao_service(openbao), tmp_path) as place:
         path = place.write(place.tools(), "x")
         keks = {entry["masterKeyID"]: entry["keyEncryptionKeyID"] for entry in external_entries(path).values()}

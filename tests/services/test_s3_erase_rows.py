@@ -68,7 +68,7 @@ def test_an_object_that_changes_meanwhile_is_not_replaced(
 
 def test_a_killed_run_is_repeated(store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class KilledError(BaseException):
-        """Stands for the end of the process."""
+        """Simulates the end of the process."""
 
     case, filesystem = put(store, tmp_path), store.filesystem()
     check = rewrite.Rewriting.check_output

@@ -1,4 +1,4 @@
-"""What killed processes left behind in S3, and what the next run for the same target does about it."""
+"""What killed processes left in S3, and how the next run for the same target handles it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parquet_keytools.storage.outputs import write_whole
 
 @pytest.fixture
 def begun(store: S3Store) -> str:
-    """A temporary object and an upload of one, and what others wrote; returns the name of ours."""
+    """A temporary object and an upload of one, and objects of others; returns the name of ours."""
     name = temporary_name("x", is_locked=False)
     store.put(f"d/{name}", b"half")
     store.client.create_multipart_upload(Bucket=BUCKET, Key=f"d/{name}")
@@ -51,7 +51,7 @@ def test_who_may_not_delete_has_written_all_the_same(store: S3Store, caplog: pyt
     inner = store.filesystem()
 
     class NoDelete:
-        """Stands in for the file system of a role without s3:DeleteObject."""
+        """Imitates the file system of a role without s3:DeleteObject."""
 
         type_name = "s3"
 

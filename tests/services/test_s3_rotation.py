@@ -37,7 +37,7 @@ every_footer = pytest.mark.parametrize("plaintext_footer", [True, False], ids=["
 
 _KILOBYTES = np.random.default_rng(1).bytes(6_500 * 1024)
 LARGE = pa.table({"a": [_KILOBYTES[n << 10 : n + 1 << 10] for n in range(6_500)], "b": ["text"] * 6_500})
-"""6.5 MB that do not compress: the store copies them."""
+"""6.5 MB of incompressible data: the store copies them."""
 
 HEADERS = {
     "ContentType": "application/vnd.apache.parquet",
@@ -52,7 +52,7 @@ OPERATIONS = ("CreateMultipartUpload", "UploadPartCopy", "UploadPart", "Complete
 
 
 class KilledError(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 def write(case: Case, table: pa.Table) -> Path:
@@ -113,12 +113,12 @@ class S3Case:
         assert self.read().equals(self.table)
 
 
-# --- what travels ---
+# --- traffic ---
 
 
 @every_footer
 def test_little_of_a_large_file_travels(store: S3Store, tmp_path: Path, plaintext_footer: bool) -> None:
-    # Many times what may travel; in a soak as large as files are.
+    # Many times the traffic limit; in a soak as large as real files.
     numbers = np.random.default_rng(7).integers(0, 2**62, 26_000_000 if SOAK else 1_500_000)
     table = pa.table({"a": numbers, "b": pa.repeat("text", len(numbers))})
     settings: dict[str, Any] = {"column_keys": {"ka": ["a"], "kb": ["b"]}, "plaintext_footer": plaintext_footer}
@@ -227,7 +227,7 @@ def test_the_etag_tells_objects_apart(store: S3Store) -> None:
         file_state(FileLocation(store.filesystem(), f"{BUCKET}/y"))
 
 
-# --- others at the same object ---
+# --- other writers of the object ---
 
 
 CASES = [("external", TABLE), ("internal", TABLE), ("internal", LARGE)]
@@ -235,7 +235,7 @@ every_case = pytest.mark.parametrize(("key_material", "table"), CASES, ids=["ext
 
 
 def mind_conditions(store: S3Store) -> Any:
-    """Answer as AWS does, where moto overlooks a condition."""
+    """Answer as AWS does, where moto ignores a condition."""
 
     def hook(operation: str, request: AWSPreparedRequest) -> AWSResponse | None:
         if operation not in ("PutObject", "UploadPartCopy", "CompleteMultipartUpload"):
@@ -250,7 +250,7 @@ def mind_conditions(store: S3Store) -> Any:
 
 
 def test_data_of_another_object_is_not_taken() -> None:
-    """A store that overlooks the condition says by the ETag whose bytes it sent; a cut answer has too few."""
+    """A store that ignores the condition shows by the ETag whose bytes it sent; a cut answer has too few."""
     answers: list[dict[str, Any]] = []
 
     class Client:
@@ -265,7 +265,7 @@ def test_data_of_another_object_is_not_taken() -> None:
             read_object(found, 2, 7)
     answers.append({"ETag": '"1"', "Body": io.BytesIO(b"12345")})
     assert read_object(found, 2, 7) == b"12345"
-    # The protocol has no range of no bytes.
+    # The protocol has no empty range.
     assert read_object(found, 2, 2) == b"" and answers == []
 
 
@@ -279,7 +279,7 @@ def test_an_update_by_somebody_else_is_not_lost(
     newer = s3.table = table.slice(0, len(table) - 100)
     newer_path = write(s3.case, newer)
     minds = mind_conditions(store)
-    # A store that overlooks conditions: what is found out before the request is sent has to do.
+    # In a store that ignores conditions, only the check before the request can detect this.
     moment = ("PutObject", "CompleteMultipartUpload") if last_moment else ("HeadObject",)
     seen: Counter[str] = Counter()
 
@@ -369,7 +369,7 @@ def test_killed_at_a_request(
 ) -> None:
     s3 = S3Case.make(store, tmp_path, table=table, key_material=key_material)
     originals = {key: store.get(key) for key in store.names()}
-    # Each variant takes other requests: in a soak, they take all of them.
+    # Each variant interrupts other requests: in a soak, together all of them.
     point = first
     while True:
         store.clear()
@@ -378,7 +378,7 @@ def test_killed_at_a_request(
         sent: list[str] = []
 
         def kill(operation: str, request: AWSPreparedRequest, sent: list[str] = sent, point: int = point) -> None:
-            # From then on nothing is sent any more, as after the end of the process.
+            # Nothing is sent from now on, as after the end of the process.
             sent.append(operation)
             if len(sent) > point:
                 raise KilledError
@@ -507,7 +507,7 @@ def test_a_store_without_conditions(store: S3Store, tmp_path: Path, key_material
 
 
 def test_checksums_of_parts_go_into_the_new_object() -> None:
-    """AWS refuses to complete an upload whose parts have checksums that are not named."""
+    """AWS refuses to complete an upload of parts with checksums unless the request names these."""
     answer = {
         "ETag": "e",
         "ChecksumCRC32": "c",

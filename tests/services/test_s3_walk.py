@@ -1,4 +1,4 @@
-"""Which files belong to a data set in S3: the same as in folders."""
+"""The files of a data set in S3: the same rules as in folders."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_folder_without_parquet_files(store: S3Store) -> None:
 
 
 def test_what_a_prefix_refuses_is_reported(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A role may list some prefixes only: Arrow says so, and the others are seen."""
+    """A role may list only some prefixes: Arrow reports it, and the other prefixes are listed."""
     for name in ("a=1/x.parquet", "a=2/x.parquet"):
         store.put(f"d/{name}", b"PAR1....PAR1")
     from parquet_keytools.storage import walk

@@ -1,4 +1,4 @@
-"""`Keytools.scan` in S3: what it finds, and how little it reads. benchmarks/scan.py measures 10,000 files."""
+"""`Keytools.scan` in S3: its findings, and how little it reads. benchmarks/scan.py measures 10,000 files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parquet_keytools import Keytools
 
 FILES = 16
 HEADERS = 8 * 1024
-"""Requests and headers of a file take less."""
+"""Upper bound for the requests and headers of a file."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A real KMS that goes away under `serve`, and comes back."""
+"""A real KMS that goes down under `serve`, and comes back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_kms_that_goes_away_and_comes_back(tmp_path: Path, server: OpenBao) ->
     config.touch(mode=0o600)
     config.write_text(json.dumps({"version": 1, "kms": kms, "tables": tables}))
     (tmp_path / "data").mkdir()
-    # Each with a KEK of its own.
+    # Each with its own KEK.
     for name in ("open", "other"):
         with Keytools.from_yaml(config) as keytools:
             keytools.write_table(TABLE, tmp_path / "data" / f"{name}.parquet")
@@ -73,7 +73,7 @@ def test_a_kms_that_goes_away_and_comes_back(tmp_path: Path, server: OpenBao) ->
         assert got(f"{url}open.parquet", Range="bytes=500-999")[::2] == (206, whole[500:1000])
         begun = time.monotonic()
         status, headers, body = got(f"{url}other.parquet")
-        # Of 60 seconds that a client may wait; the KMS is waited for 2.
+        # Of the 60 seconds that a client may wait, the KMS gets 2.
         assert time.monotonic() - begun < 30
         assert (status, headers["Retry-After"]) == (503, "5")
         assert b"the connection was refused" in body and server.root_token.encode() not in body

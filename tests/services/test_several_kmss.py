@@ -1,4 +1,4 @@
-"""Several KMSs in one configuration: two transit engines of OpenBao, and AWS KMS of moto."""
+"""Several KMSs in one configuration: two OpenBao transit engines, and moto's AWS KMS."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 class TestContract(KmsClientContract):
-    """The contract, with one master key in a keystore, and another in OpenBao."""
+    """The contract, with one master key in a keystore, and another one in OpenBao."""
 
     @pytest.fixture
     def kms(self, openbao: OpenBao, tmp_path: Path) -> Iterator[KmsClient]:
@@ -136,7 +136,7 @@ def cloud_keys(moto: str) -> list[str]:
 
 
 class Place:
-    """Master keys in two transit engines and in moto; `pii` is a name in both engines, for two master keys."""
+    """Master keys in two transit engines and in moto; both engines have a master key named `pii`."""
 
     def __init__(self, server: OpenBao, moto: str, cloud_keys: list[str], folder: Path) -> None:
         self.server = server
@@ -167,7 +167,7 @@ class Place:
         return Keytools.from_mapping(self.document(kms, **table) | {"reading": reading or {}})
 
     def only_eu(self) -> dict[str, Any]:
-        """The KMSs as a reader has them who may use one of the two engines."""
+        """The KMSs for a reader who may use one of the two engines."""
         mount = self.mounts["eu"]
         token = self.server.create_token(self.server.write_policy({f"{mount}/*": ["read", "update"]}))
         return {name: one | ({"token": token} if name != "cloud" else {}) for name, one in self.kms.items()}
@@ -203,7 +203,7 @@ def uses(keytools: Keytools, path: Path) -> dict[str | None, str | None]:
 
 
 def changed(path: Path, old: bytes, new: bytes) -> None:
-    """Alter what nothing authenticates: the key material of an encrypted footer, by text of the same length."""
+    """Alter the key material of an encrypted footer, which is not authenticated, by text of the same length."""
     content = path.read_bytes()
     assert content.count(old) == 1 and len(old) == len(new)
     path.write_bytes(content.replace(old, new))
@@ -244,7 +244,7 @@ def test_the_data_set_is_rotated_to_a_third_kms(
         "claim": f"cloud::{cloud_keys[2]}",
     }
     assert keytools.rotate(folder).succeeded
-    # Without the KMSs that wrapped before, all is read; the files look as if they had always been in one KMS.
+    # Without the former KMSs, all data is readable; the files look as if they had always been in one KMS.
     others = {"url": f"http://127.0.0.1:{free_port}", "timeout_seconds": 0.5}
     kms = {name: settings | (others if name != "cloud" else {}) for name, settings in place.kms.items()}
     keytools = Keytools.from_mapping(document | {"kms": kms})
@@ -255,7 +255,7 @@ def test_the_data_set_is_rotated_to_a_third_kms(
     assert Keytools.from_mapping(place.document(**form) | one).read_table(folder).num_rows == 9
 
 
-# --- who may use one of them ---
+# --- users of only one KMS ---
 
 
 @pytest.mark.parametrize("denied_columns", ["error", "hide", "null"])
@@ -284,12 +284,12 @@ def test_a_writer_who_may_use_one_of_them_writes_nothing(place: Place) -> None:
     assert not path.exists()
 
 
-# --- what a file says ---
+# --- KMSs named in a file ---
 
 
 @pytest.fixture
 def old_file(place: Place) -> Path:
-    """A file from before there were several: it says DEFAULT."""
+    """A file from before there were several KMSs: it names DEFAULT."""
     path = place.folder / "old.parquet"
     document = place.document(column_keys={"pii": ["name"]})
     document |= {"kms": place.kms["eu"], "master_keys": {}}
@@ -332,7 +332,7 @@ def test_a_file_that_names_a_kms_that_the_configuration_does_not_have(place: Pla
 
 
 def test_a_file_whose_instance_was_altered(place: Place) -> None:
-    """The master key of the same name in another KMS is another master key, also for the table."""
+    """The master key of the same name in another KMS is a different one, also for the table."""
     path = place.folder / "file.parquet"
     place.tools().write_table(TABLE, path)
     changed(path, b'"kmsInstanceID":"eu"', b'"kmsInstanceID":"us"')
@@ -344,12 +344,12 @@ def test_a_file_whose_instance_was_altered(place: Place) -> None:
     with pytest.raises(Exception, match=r"us \(vault\): unwrap with master key 'us::footer'"):
         keytools.read_table(path)
     assert keytools.kms is not None
-    # The other KMS was asked nothing.
+    # The other KMS was not called.
     assert keytools.kms.call_counts["unwrap"] == 1
 
 
 def test_a_forged_file_under_a_master_key_of_the_same_name(place: Place) -> None:
-    """Who may use one KMS cannot write a file that passes as one under the other."""
+    """A user of one KMS cannot write a file that passes as encrypted under the other."""
     path = place.folder / "file.parquet"
     forger = place.document()
     forger["master_keys"] = {name: {"kms": "us", "id": "pii"} for name in ("footer", "pii", "claims")}
@@ -380,7 +380,7 @@ def test_one_kms_is_down(place: Place, data_set: Path, free_port: int) -> None:
         keytools.read_table(path)
     (cause,) = caught.value.causes
     assert isinstance(cause, KmsUnavailableError) and cause.kms == "us" and cause.tries > 0
-    # It is not asked again at once.
+    # It is not called again at once.
     with pytest.raises(ColumnAccessDeniedError) as caught:
         keytools.read_table(path)
     assert "not attempted" in str(caught.value.causes[0]) and caught.value.causes[0].tries == 0

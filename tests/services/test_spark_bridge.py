@@ -85,7 +85,7 @@ tables:
 """
 MASTER_KEYS = ("footer", "pii", "times")
 
-# In one JVM, Spark tries no task again.
+# In one JVM, Spark does not retry tasks.
 ON_THE_CLUSTER = pytest.mark.parametrize("place", ["cluster"], indirect=True)
 IN_ONE_JVM = pytest.mark.parametrize("place", ["one JVM"], indirect=True)
 
@@ -96,7 +96,7 @@ def flights() -> pa.Table:
 
 
 class Place:
-    """A folder with keystore, configuration and data; and the Spark that works on it."""
+    """A folder with keystore, configuration and data; and the Spark that uses it."""
 
     def __init__(self, folder: Path, flights: pa.Table, driver: SparkDriver, cluster: SparkCluster | None) -> None:
         self.folder = folder
@@ -128,7 +128,7 @@ class Place:
             )
 
     def run(self, *parts: str, **arguments: Any) -> dict[str, Any]:
-        """Run parts of the program in a session of their own, or in the one that jobs alike have kept."""
+        """Run parts of the program in a separate session, or in the session that is kept for equal jobs."""
         found: dict[str, Any] = self.driver.do(**self.job(*parts, **arguments))
         return found
 
@@ -143,7 +143,7 @@ class Place:
             capture_output=True,
             text=True,
             cwd=self.folder,
-            # It would take what is called python3.
+            # It would use the program named python3.
             env={**os.environ, "PYSPARK_DRIVER_PYTHON": sys.executable, "SPARK_SUBMIT_OPTS": JAVA_OPTIONS},
             timeout=MOST_SECONDS,
         )
@@ -179,12 +179,12 @@ def place(
 
 @pytest.fixture(scope="module")
 def results(place: Place) -> dict[str, Any]:
-    """What one session did in one JVM."""
+    """The results of one session in one JVM."""
     return place.run("write", "read", "refused_writes", "plaintext", "ways_to_write")
 
 
 def assert_same_rows(keytools: Keytools, folder: Path, table_name: str, flights: pa.Table) -> None:
-    """Every row is there once, with all its values."""
+    """Every row exists once, with all its values."""
     found = keytools.read_table(folder, table_name=table_name)
     order = [(name, "ascending") for name in ("time_hour", "carrier", "flight")]
     back = found.select(flights.column_names).cast(flights.schema).sort_by(order)
@@ -283,7 +283,7 @@ def test_all_of_sparks_ways_to_write_encrypt(place: Place, results: dict[str, An
     for table_name in ("nested", "odd"):
         report = place.keytools.verify_folder(place.folder / "ways" / table_name, table_name=table_name)
         assert report.conforms, report
-    # In plaintext, and in no other form, values would show in the files, and in what lies beside them.
+    # Plaintext values would show in the files, or in the files beside them.
     values = {value.encode() for value in flights.filter(pc.field("day") == 15)["tailnum"].to_pylist() if value}
     beside = [path for name in ("ways", "warehouse", "checkpoints") for path in (place.folder / name).rglob("*")]
     content = b"".join(path.read_bytes() for path in beside if path.is_file())
@@ -331,7 +331,7 @@ def test_a_file_must_have_the_aad_prefix_that_is_expected(results: dict[str, Any
 
 
 def kms_calls(log: str) -> dict[str, int]:
-    """Return how many keys the audit log of a worker names."""
+    """Return how many keys a worker's audit log names."""
     return {
         f"{name} keys": len(re.findall(rf"parquet_keytools\.audit: operation='{name}' ", log))
         for name in ("wrap", "unwrap")
@@ -343,13 +343,13 @@ def test_kms_calls_do_not_grow_with_files(place: Place, results: dict[str, Any])
     assert len(list((place.folder / "spark").rglob("*.parquet"))) >= 24
     (counts,) = results["statistics"]
     # A KEK for each master key; a reader unwraps each KEK once: of Spark's writer, and Keytools' of each length.
-    # Refused writes ask for nothing.
+    # Refused writes make no requests.
     assert counts["wrap keys"] == len(MASTER_KEYS), counts
     assert counts["unwrap keys"] <= 4 * len(MASTER_KEYS), counts
 
 
 def ends(is_so: Callable[[], bool]) -> bool:
-    """Return whether it is so within half a minute: on a loaded machine, processes take a while to end."""
+    """Return whether the condition holds within half a minute: on a busy machine, processes end slowly."""
     end = time.monotonic() + 30
     while not is_so() and time.monotonic() < end:
         time.sleep(0.1)
@@ -357,13 +357,13 @@ def ends(is_so: Callable[[], bool]) -> bool:
 
 
 def shipped(place: Place) -> dict[str, Any]:
-    """How a job is made whose configuration comes as one of Spark's files."""
+    """Options of a job whose configuration comes as one of Spark's files."""
     return {"file_on_nodes": "shipped.yaml", "settings": {"spark.files": str(place.folder / "shipped.yaml")}}
 
 
 @pytest.fixture(scope="module")
 def failing(place: Place) -> dict[str, Any]:
-    """How the jobs are made that share a session: of its first workers, two fail and one hangs."""
+    """Options of the jobs that share a session: of its first workers, two fail and one hangs."""
     marks = place.folder / "marks"
     marks.mkdir()
     python = place.folder / "python"
@@ -376,7 +376,7 @@ def failing(place: Place) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def survived(place: Place, failing: dict[str, Any]) -> dict[str, Any]:
-    """What the session did while workers failed, and what the driver wrote meanwhile."""
+    """The results of the session while workers failed, and what the driver wrote meanwhile."""
     before = len(place.driver.output)
     return place.run("many_requests", **failing) | {"output": place.driver.output[before:]}
 
@@ -409,7 +409,7 @@ def test_a_worker_that_is_killed_is_replaced(place: Place, flights: pa.Table, fa
         seen: dict[int, float] = {}
         while not over.wait(0.05):
             for worker in place.cluster.kms_workers() - killed:
-                # It has begun to serve; and the cluster survives no endless slaughter.
+                # It is serving by now; and the cluster survives a few kills only.
                 if time.monotonic() - seen.setdefault(worker, time.monotonic()) > 1.0 and len(killed) < 4:
                     os.kill(worker, signal.SIGKILL)
                     killed.add(worker)
@@ -431,7 +431,7 @@ def test_a_worker_that_is_killed_is_replaced(place: Place, flights: pa.Table, fa
 
 
 def test_columns_of_a_refused_key(request: pytest.FixtureRequest, place: Place, flights: pa.Table) -> None:
-    """In one JVM by spark-submit, whose JVM runs already: it gets our jar, and has no keys of earlier sessions."""
+    """In one JVM by spark-submit, whose JVM runs already: it gets our jar, and has no cached keys."""
     if place.cluster is None:
         request.getfixturevalue("results")
     else:
@@ -450,18 +450,18 @@ def test_columns_of_a_refused_key(request: pytest.FixtureRequest, place: Place, 
     text = "KeyAccessDeniedException: keystore: unwrap with master key 'pii': the master key is disabled"
     assert text in found["selected"] and text in found["filtered"]
     assert "wrap with master key 'pii': the master key is disabled" in found["written"]
-    # The driver asks before anything is deleted.
+    # The driver checks before anything is deleted.
     assert "wrap with master key 'pii': the master key is disabled" in found["overwritten"]
     assert found["kept"]
     if place.cluster is None:
-        # No worker is left when the JVM is gone.
+        # No worker outlives the JVM.
         assert job["statistics"]
         for counts in job["statistics"]:
             assert ends(lambda process=counts["process"]: not Path(f"/proc/{process}").exists())  # type: ignore[misc]
 
 
 def test_nothing_secret_comes_out(request: pytest.FixtureRequest, place: Place) -> None:
-    """The last one: what it reads was logged by those before."""
+    """Must be the last test: it reads what earlier tests logged."""
     results = request.getfixturevalue("survived" if place.cluster else "results")
     opened = place.keystore.open()
     canaries = {PASSPHRASE}
@@ -476,6 +476,6 @@ def test_nothing_secret_comes_out(request: pytest.FixtureRequest, place: Place) 
     for name, value in results["settings"].items():
         if name.endswith("parquet.keytools.configuration"):
             texts["configuration"] = base64.b64decode(value).decode()
-    # To the cluster it came as a file.
+    # The cluster got it as a file.
     assert ("shipped.yaml" if place.cluster else f"${{{VARIABLE}}}") in texts["configuration"]
     assert [name for name, text in texts.items() if any(canary in text for canary in canaries)] == []

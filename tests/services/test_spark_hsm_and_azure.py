@@ -1,7 +1,7 @@
 """Spark's own reader and writer, and a pipeline, on a cluster whose executors use an HSM and Azure Key Vault.
 
-The HSM is SoftHSM, and Azure is a fake over HTTPS; see azure_fake.py. Secrets are in files. The executors learn by
-`spark.executorEnv` where the HSM's token lies, and which certificate to trust.
+The HSM is SoftHSM, and Azure is a fake over HTTPS; see azure_fake.py. Secrets are in files. Executors get the
+location of the HSM's token, and the certificate to trust, from `spark.executorEnv`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = [
 TABLES = ("hsm", "azure")
 POD_TOKEN = "token-of-the-pod-not-to-be-shown"
 SETTINGS = {
-    # Both executors get tasks: they are waited for, and none waits for the one that has the data.
+    # Both executors get tasks: the job waits for both, and Spark does not wait for the executor that has the data.
     "spark.locality.wait": "0s",
     "spark.scheduler.maxRegisteredResourcesWaitingTime": "120s",
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
@@ -46,7 +46,7 @@ SETTINGS = {
 
 
 class Run:
-    """What a session on the cluster did with the bridge, and then with pipelines."""
+    """The results of a session on the cluster, with the bridge, and then with pipelines."""
 
     def __init__(self, folder: Path, vault: FakeVault, patch: pytest.MonkeyPatch, cluster: SparkCluster) -> None:
         self.folder, self.flights = folder, every_nth_flight(50)
@@ -102,7 +102,7 @@ class Run:
                     name: in_order(self.keytools.read_table(folder / "spark" / name, table_name=name))
                     for name in TABLES
                 }
-                # The old versions, which wrapped all keys so far, can do nothing after the rotation.
+                # The old versions, which wrapped all keys so far, are disabled after the rotation.
                 for key in ("footer", "pii"):
                     hsm.rotate_key(key)
                     vault.keys[key].add_version()
@@ -146,7 +146,7 @@ def test_keytools_reads_what_spark_wrote_and_rotated(run: Run, name: str) -> Non
     rotation = run.rotations[name]
     assert rotation["succeeded"], rotation
     assert set(rotation["outcomes"]) == {"rotated"} and rotation["outcomes"]["rotated"] >= 4
-    # A configuration that was not used before: nothing is remembered.
+    # A configuration that was not used before: no key is cached.
     again = run.folder / f"{name}.yaml"
     again.write_text(run.configuration.read_text() + "\n")
     with Keytools.from_yaml(again) as keytools:

@@ -1,4 +1,4 @@
-"""Labels in the metadata of Spark's columns decide about the keys of files that Spark writes."""
+"""Labels in the metadata of Spark's columns determine the keys of files that Spark writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spark's own reader and writer on a cluster whose executors ask OpenBao, each with a token of its own."""
+"""Spark's own reader and writer on a cluster whose executors call OpenBao, each with its own token."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flights() -> pa.Table:
 
 
 class Run:
-    """What one session on the cluster did, and what OpenBao was asked meanwhile."""
+    """The results of one session on the cluster, and its requests to OpenBao."""
 
     def __init__(
         self, folder: Path, flights: pa.Table, server: OpenBao, driver: SparkDriver, cluster: SparkCluster
@@ -79,7 +79,7 @@ class Run:
 
 
 def make_tokens(server: OpenBao) -> dict[str, str]:
-    """Make master keys, and a token for the driver and each host that can use them and do nothing else."""
+    """Create master keys, and a token for the driver and each host that can use them and nothing else."""
     for name in MASTER_KEYS:
         server.create_key(name)
     allowed = {"encrypt": ["update"], "decrypt": ["update"], "keys": ["read"]}
@@ -90,7 +90,7 @@ def make_tokens(server: OpenBao) -> dict[str, str]:
 
 
 def run_program(driver: SparkDriver, cluster: SparkCluster, folder: Path) -> tuple[dict[str, Any], str]:
-    # Both executors get tasks of the write: they are waited for, and none waits for the one that has the data.
+    # Both executors get tasks of the write: the job waits for both, and not for the one that has the data.
     settings = {
         "spark.locality.wait": "0s",
         "spark.scheduler.maxRegisteredResourcesWaitingTime": "120s",
@@ -144,13 +144,13 @@ def test_each_executor_asks_openbao_for_few_keys(run: Run) -> None:
     assert set(logs) == set(HOSTS) and len(run.logs) == len(HOSTS)
     for host, log in logs.items():
         asked, counts = requests_of(run, host), kms_calls(log)
-        # As with a keystore: a KEK for each master key and writer, who are the executors and Keytools.
+        # As with a keystore: a KEK for each master key and writer (the executors and Keytools).
         assert counts["wrap keys"] == len(MASTER_KEYS), counts
         assert counts["unwrap keys"] <= (len(HOSTS) + 3) * len(MASTER_KEYS), counts
-        # The audit log of the worker names what OpenBao saw; a request may hold several keys.
+        # The worker's audit log agrees with OpenBao's; a request may hold several keys.
         assert asked["encrypt"] == counts["wrap keys"], (counts, asked)
         assert 0 < asked["decrypt"] <= counts["unwrap keys"], (counts, asked)
-    # The driver has each key wrapped before the one write. Executors read the footers for schemas, too.
+    # The driver has each key wrapped before the only write. Executors read the footers for schemas, too.
     by_driver = requests_of(run, DRIVER)
     assert by_driver["encrypt"] == len(MASTER_KEYS) and not by_driver["decrypt"], by_driver
 
@@ -159,7 +159,7 @@ def requests_of(run: Run, name: str) -> Counter[str]:
     """Return operation -> number of requests for keys, with the token of the driver or a host."""
     asked = Counter[str]()
     for (token, path), number in run.requests.items():
-        # OpenBao makes hyphens of dots.
+        # OpenBao replaces dots by hyphens.
         if token == f"token-{name.replace('.', '-')}" and path.startswith("transit/"):
             asked[path.split("/")[1]] += number
     return asked

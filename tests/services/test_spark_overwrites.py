@@ -1,4 +1,4 @@
-"""A write that is refused leaves the data as it was: Spark deletes it before the first task of a write starts."""
+"""A refused write leaves the data unchanged: Spark deletes it before the first task of a write starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def job(driver: SparkDriver, folder: Path, *names: str, yaml: str = "c.yaml", **
 
 @pytest.fixture(scope="module")
 def results(folder: Path, spark_driver: SparkDriver) -> dict[str, Any]:
-    """What came of all attempts; some in a session with a configuration that changed meanwhile."""
+    """The results of all attempts; some in a session whose configuration changed meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, PASSPHRASE)
         found = job(spark_driver, folder, *REFUSED, *WRITTEN, prepare=True)

@@ -59,11 +59,11 @@ def flights() -> pa.Table:
 
 
 RETRIES = {"spark.task.maxFailures": "8"}
-"""The settings of the session for all: executors are killed in it."""
+"""The settings of the shared session: executors are killed in it."""
 
 
 class Place:
-    """A folder with keystore, configuration and plaintext data; and the Spark that works on it."""
+    """A folder with keystore, configuration and plaintext data; and the Spark that uses it."""
 
     def __init__(self, folder: Path, flights: pa.Table, driver: SparkDriver, cluster: SparkCluster | None) -> None:
         self.folder = folder
@@ -81,13 +81,13 @@ class Place:
         write_plain(flights, self.plain)
 
     def call(self, *calls: Any, **arguments: Any) -> list[dict[str, Any]]:
-        """Make calls, `(name, arguments, options)`, in the session that is there, if its settings are the same."""
+        """Make calls, `(name, arguments, options)`, in the running session if its settings are the same."""
         self.begin(*calls, **arguments)
         found: list[dict[str, Any]] = self.driver.result()
         return found
 
     def begin(self, *calls: Any, settings: dict[str, str] | None = None, **arguments: Any) -> None:
-        """Begin with calls; `self.driver.result` waits for their end."""
+        """Start calls; `self.driver.result` waits for their end."""
         master = self.cluster.url if self.cluster else "local[2]"
         job = {"kind": "pipelines", "master": master, "folder": self.folder, "calls": calls}
         self.driver.begin(**job, settings=settings or RETRIES, **arguments)
@@ -109,7 +109,7 @@ def write_plain(table: pa.Table, folder: Path) -> None:
     (folder / "notes.txt").write_text("not Parquet")
 
 
-# In both, Python workers get the same tasks: once is enough.
+# Python workers get the same tasks in both: once is enough.
 @pytest.fixture(scope="module", params=["one JVM", "cluster"] if SOAK else ["cluster"])
 def place(
     request: pytest.FixtureRequest,
@@ -118,7 +118,7 @@ def place(
     spark_driver: SparkDriver,
 ) -> Iterator[Place]:
     with pytest.MonkeyPatch.context() as patch:
-        # What the driver has in its environment, too.
+        # The driver's environment has it, too.
         for name, value in spark_driver.environment.items():
             patch.setenv(name, value)
         cluster = request.getfixturevalue("spark_cluster") if request.param == "cluster" else None
@@ -134,13 +134,13 @@ def sorted_rows(table: pa.Table) -> pa.Table:
 
 
 def assert_same(keytools: Keytools, folder: Path, flights: pa.Table) -> None:
-    """Every row is there once, no file is in plaintext, and nothing else is there."""
+    """Every row exists once, no file is in plaintext, and nothing else exists."""
     assert_same_rows(keytools, folder, flights)
     assert not [path for path in folder.rglob(".*") if path.is_file()], "nothing is left behind"
 
 
 def assert_same_rows(keytools: Keytools, folder: Path, flights: pa.Table) -> None:
-    """Every row is there once, with all its values, in the folder of its month; and no file is in plaintext."""
+    """Every row exists once, with all its values, in the folder of its month; and no file is in plaintext."""
     found = keytools.read_table(folder, table_name="flights").select(flights.column_names)
     assert sorted_rows(found.cast(flights.schema)).equals(sorted_rows(flights))
     assert all(path.read_bytes()[:4] == b"PARE" for path in files_of(folder))
@@ -148,7 +148,7 @@ def assert_same_rows(keytools: Keytools, folder: Path, flights: pa.Table) -> Non
 
 @pytest.fixture(scope="module")
 def results(place: Place) -> dict[str, dict[str, Any]]:
-    """What one session did to one data set, step by step."""
+    """The results of one session on one data set, step by step."""
     target, config = place.folder / "encrypted", place.configuration
     calls = {
         "encrypt": ("encrypt", [place.plain, target, config], {}),
@@ -201,9 +201,9 @@ def test_values_are_the_same_after_all_pipelines(place: Place, results: dict[str
 
 def test_kms_calls_do_not_grow_with_files(place: Place, results: dict[str, Any]) -> None:
     workers, number = 2, len(files_of(place.plain))
-    # A Python worker that Spark did not use again asks once more: some leeway.
+    # A Python worker that Spark did not reuse calls once more: some leeway.
     assert results["encrypt"]["kms_keys"]["wrap"] <= 3 * 2 * workers < number
-    # Each worker proves the KEKs that it meets: of three keys, one of each worker that encrypted.
+    # Each worker proves the KEKs that it meets: of three keys, one from each worker that encrypted.
     assert results["keys"]["kms_keys"]["unwrap"] <= 3 * 2 * 2 * workers
     assert results["verify"]["kms_keys"]["unwrap"] <= 3 * 2 * 2 * workers
     assert results["rekey"]["kms_keys"]["wrap"] <= 3 * 2 * workers
@@ -216,7 +216,7 @@ def test_rotate_rewraps_each_distinct_key_once(place: Place, results: dict[str, 
     assert results["rotate"]["kms_keys"]["rewrap"] == len(keks) <= 4
     assert results["dry run"]["outcomes"] == {"would rotate": number}
     assert "rewrap" not in results["dry run"]["kms_keys"]
-    # That there is no key under the old master key any more, the files say themselves.
+    # The files themselves show that no key is left under the old master key.
     assert results["rotate again"]["outcomes"] == {"nothing to rotate": number}
     row = results["rotate"]["rows"][0]
     assert [(key["master_key"], key["new_master_key"], key["number"]) for key in row["keys"]] == [
@@ -346,10 +346,10 @@ def test_a_configuration_that_does_not_work_on_executors_is_one_clear_error(plac
 def killer_of(
     victim: Callable[[], set[int]], most: int, mark: Path
 ) -> tuple[threading.Thread, threading.Event, set[int]]:
-    """Kill processes of the cluster that appear, a moment after each did, until told that it is over.
+    """Kill processes of the cluster a moment after each appears, until the end is signalled.
 
     Args:
-        mark: A file that is there once one was killed.
+        mark: A file that exists once a process was killed.
     """
     over, killed = threading.Event(), set[int]()
 
@@ -386,7 +386,7 @@ def children(place: Place, text: str) -> set[int]:
 
 
 COPIES = range(4)
-"""So many files that a job is writing some of them when an executor is killed; its last task waits for that."""
+"""Enough files that a job is writing some of them when an executor is killed; its last task waits for that."""
 
 
 @pytest.fixture(scope="module")
@@ -484,7 +484,7 @@ def test_copies_of_a_slow_task_lose_and_double_nothing(place: Place, flights: pa
         settings=settings,
         slow=str(tmp_path),
     )
-    # Both tasks had a copy that was faster; and who goes on from there meets none that is late.
+    # Both tasks had a faster copy, and no late attempt is still running.
     assert encrypted["at_work"] == rotated["at_work"] == []
     attempts = {path.name for path in tmp_path.iterdir() if path.is_file()}
     assert {f"{name} {attempt}" for name in ("encrypt", "rotate") for attempt in (0, 1)} <= attempts
@@ -499,7 +499,7 @@ def test_copies_of_a_slow_task_lose_and_double_nothing(place: Place, flights: pa
     assert used == {"footer", "new", "times"}
 
 
-# Where tasks ran does not show in the files. It comes after what shares the session of pipelines, which it ends.
+# The files do not show where tasks ran. This test follows the shared session of pipelines, which it ends.
 @ON_THE_CLUSTER
 def test_spark_reads_what_the_pipeline_wrote(place: Place, results: dict[str, Any], flights: pa.Table) -> None:
     count, distance, tailnums = place.driver.do(
@@ -548,10 +548,10 @@ def test_the_limits_of_the_kms_hold_for_all_tasks_together(
     number = len(files_of(source))
     assert found["outcomes"]["encrypted"] == number
     calls = sorted(times)
-    # The driver tries each master key before the first task.
+    # The driver tests each master key before the first task.
     assert len(calls) == fake.counts["Encrypt"] == 7 * number + 3 == found["kms_keys"]["wrap"]
     assert fake.most_at_once <= 2
-    # Four a second: in any three seconds twelve, and one more for each task whose turn falls onto both ends.
+    # Four a second: twelve in any three seconds, and one more for each task whose turn falls on both ends.
     assert calls[-1] - calls[0] > 5
     for start in calls:
         assert len([at for at in calls if start <= at < start + 3]) <= 12 + 2
@@ -575,7 +575,7 @@ def test_an_object_store(place: Place, flights: pa.Table, tmp_path: Path) -> Non
             ("rotate", [target, config], {"moves": {"pii": "new"}}),
             ("verify", [target, config], {}),
         )
-        # Which is not what the table says of it, and all else is right.
+        # The table says otherwise, and all else is right.
         broken = {rule["rule"] for rule in verified["rules"] if rule["outcome"] == "broken"}
         number = len(files_of(tmp_path / "source"))
         assert encrypted["outcomes"] == {"encrypted": number, "skipped": 2}, encrypted

@@ -1,4 +1,4 @@
-"""AAD prefixes in Spark, through our factory: with NUL at their end, without, and with bytes that were moved."""
+"""AAD prefixes in Spark, through our factory: with NUL at their end, without, and with moved bytes."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Place:
             keystore.create_key(name)
 
     def config(self, **changes: Any) -> Path:
-        """Write a configuration whose table has the prefix `t/{file_name}`, unless `changes` say otherwise."""
+        """Write a configuration whose table has the prefix `t/{file_name}`, unless `changes` override it."""
         kms = {"type": "keystore", "path": str(self.folder / "keystore.json"), "passphrase": f"${{{VARIABLE}}}"}
         path = self.folder / f"keys{len(list(self.folder.glob('*.yaml')))}.yaml"
         path.write_text(json.dumps(document(**changes) | {"kms": kms}))
         return path
 
     def file(self, name: str, prefix: bytes, unique: bytes = UNIQUE, first: int = 0, **settings: Any) -> Path:
-        """Write a file `part1` in a folder of its own."""
+        """Write a file `part1` in a new folder."""
         with Keytools.from_yaml(self.config(**settings)) as writer:
             return write(writer, self.folder / name / "part1", prefix, unique, table=data(first))
 
     def read(self, config: Path, reads: list[tuple[Path, dict[str, str]]]) -> list[list[int] | str]:
-        """Read files with Spark, in a session of their own."""
+        """Read files with Spark, in a separate session."""
         found: list[list[int] | str] = self._driver.do(kind="prefixes", config=config, reads=reads)
         return found
 
@@ -133,11 +133,11 @@ def test_any_length_where_no_prefix_begins_another(place: Place) -> None:
 
 
 PAGE_BEHIND = bytes(range(100, 108)) + b"\2\0\0\0\0\0"
-"""What makes the AAD of a footer that of the first data page."""
+"""Turns the AAD of a footer into the AAD of the first data page."""
 
 
 def test_a_page_in_the_place_of_a_footer(place: Place) -> None:
-    """Wherever its AAD is cut into prefix and file unique, where no prefix is expected."""
+    """Wherever its AAD is cut into prefix and file unique, if no prefix is expected."""
     reads: list[tuple[Path, dict[str, str]]] = [
         (place.file("stored", b"u/other"), {}),
         (place.file("stored, delimited", b"u/other\0"), {}),
@@ -163,7 +163,7 @@ def test_a_page_in_the_place_of_a_footer_where_any_length_is_allowed(place: Plac
 
 
 def test_a_folder_gives_no_values_to_a_column_under_a_key(place: Place) -> None:
-    """Who has no key moves an authentic file to `other=7`: Spark would take that for the values of `other`."""
+    """An attacker without a key moves an authentic file to `other=7`: Spark would take 7 as the value of it."""
     reads: list[tuple[Path, dict[str, str]]] = []
     for number, folder in enumerate(("year=2020", "other=7", "OTHER=7", "year=2020/name=x", "othe%72=7")):
         place.file(f"tree{number}/{folder}", b"t/part1\0")
@@ -175,7 +175,7 @@ def test_a_folder_gives_no_values_to_a_column_under_a_key(place: Place) -> None:
 
 
 def test_key_material_that_is_another_when_the_same_footer_comes_again(place: Place) -> None:
-    """Whoever may use the footer's key alone: what was said of the columns' keys once goes for nothing later."""
+    """An attacker may use only the footer's key: an earlier check of the columns' keys must not be reused."""
     honest = place.file("honest", b"t/part1\0", key_material="external")
     forged = place.file("forged", b"t/part1\0", first=1000, column_keys={"kf": ["name"]}, key_material="external")
     said = place.folder / "said otherwise" / "part1"

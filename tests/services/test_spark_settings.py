@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def called(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Call the command in a process: it starts Spark to read SQL, and stops a session that is there."""
+    """Call the command in a process: it starts Spark to read SQL, and stops a running session."""
     command = [sys.executable, "-m", "parquet_keytools", "spark", "settings", "--config", "c.yaml"]
     environment = os.environ | {"SPARK_SUBMIT_OPTS": JAVA_OPTIONS}
     return subprocess.run(
@@ -60,7 +60,7 @@ def settings(folder: Path, *arguments: str) -> str:
 
 
 def test_spark_sql_needs_no_python(folder: Path) -> None:
-    """A table that grows by columns that the configuration covers keeps its options."""
+    """A table that gets new columns covered by the configuration keeps its options."""
     text = settings(folder, "--table", "people", "--ddl", "id BIGINT, name STRING, tags ARRAY<STRING>")
     properties = text.split("# For spark-defaults.conf")[1].split("\n\n")[0].partition("\n")[2]
     options = text.split("for a write:\n")[1].split("\n\n")[0]
@@ -91,7 +91,7 @@ def test_spark_sql_needs_no_python(folder: Path) -> None:
     assert len(files) == 2 and {path.read_bytes()[:4] for path in files} == {b"PARE"}
     content = b"".join(path.read_bytes() for path in (folder / "warehouse").rglob("*") if path.is_file())
     assert not [value for value in (b"Ada", b"Grace", b"Hopper", b"Arlington") if value in content]
-    # Each column is under the key of the table.
+    # Each column is under the table's key.
     report = Keytools.from_yaml(folder / "c.yaml").verify_folder(
         folder / "warehouse" / "people", table_name="people"
     )

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 TENANTS = [f"t{number:02}" for number in range(50)]
-ODD = "a b=c"  # Spark escapes it in the name of a folder.
+ODD = "a b=c"  # Spark escapes it in folder names.
 TABLE = """
     footer_key: footer
     column_keys: {"tenant-{tenant}": [email]}
@@ -51,7 +51,7 @@ tables:
 
 
 class Lake:
-    """A folder with keystore and configuration, and the Spark that works on it: the cluster, or one JVM."""
+    """A folder with keystore and configuration, and the Spark that uses it: the cluster, or one JVM."""
 
     def __init__(self, folder: Path, driver: SparkDriver, cluster: SparkCluster) -> None:
         self.folder, self._driver, self._cluster = folder, driver, cluster
@@ -65,7 +65,7 @@ class Lake:
         self.tools = Keytools.from_yaml(self.config)
 
     def on_the_cluster(self, *calls: Any) -> dict[str, Any]:
-        """Make calls in a session whose executors have no keys of earlier ones."""
+        """Make calls in a session whose executors have no cached keys."""
         return self._do(self._cluster.url, *calls)
 
     def in_one_jvm(self, *calls: Any) -> list[Any]:
@@ -89,7 +89,7 @@ def lake(
 
 @pytest.fixture(scope="module")
 def events(lake: Lake) -> dict[str, Any]:
-    """What a session did that wrote and read all tenants."""
+    """The results of a session that wrote and read all tenants."""
     return lake.on_the_cluster(("write", "events", {"tenants": [*TENANTS, ODD]}), ("read", "events", {}))
 
 
@@ -101,7 +101,7 @@ def email_key_of(lake: Lake, path: Path) -> str:
     keys = {column.path: column.key for column in lake.tools.inspect_file(path).columns}
     key = keys["email"]
     assert key is not None and key.name is not None
-    # parquet-java's list of columns cannot hold all characters.
+    # parquet-java's list of columns does not allow all characters.
     return unquote(key.name)
 
 
@@ -155,7 +155,7 @@ KEEPS_TARGET = ("no partition", "no argument", "argument without key", "stock op
 
 @pytest.fixture(scope="module")
 def session(lake: Lake, events: dict[str, Any]) -> dict[str, Any]:
-    """What one session in one JVM did: each way to write, and reads of files that are in the wrong place."""
+    """The results of one session in one JVM: each way to write, and reads of files that are in the wrong place."""
     shutil.copytree(lake.folder / "events" / "tenant=t01", lake.folder / "moved" / "tenant=t01")
     shutil.copytree(lake.folder / "events" / "tenant=t02", lake.folder / "moved" / "tenant=t02")
     shutil.copy(files_of(lake.folder / "moved" / "tenant=t01")[0], lake.folder / "moved/tenant=t02/part-9.parquet")
@@ -166,7 +166,7 @@ def session(lake: Lake, events: dict[str, Any]) -> dict[str, Any]:
         lake.tools.write_table(rows, lake.folder / "valued" / name / "x.parquet", table_name=table)
     given = {"table": "given", "tenants": ["t07"], "by": ["day"], "key_values": {"tenant": "t07"}}
     calls = {
-        # The JVM then knows what the file says of its keys: it is as the table says, in another folder.
+        # The JVM then has the file's keys cached: they match the table, but the folder is wrong.
         "moved own": ("read", "moved", {"where": "tenant = 't01'"}),
         "moved others": ("read", "moved", {"where": "tenant = 't02'"}),
         "nowhere": ("read", "nowhere", {}),
@@ -266,7 +266,7 @@ def test_a_new_worker_trusts_the_keys_of_values(
     with serve(fake) as url:
         config.write_text(FOREIGN.format(region=REGION, url=url, arn=ARN, table=TABLE))
         for name in ("first", "second"):
-            # Each has KEKs of its own, which the JVM does not know.
+            # Each has its own KEKs, which the JVM has not cached.
             rows = pa.table({"tenant": ["t01"], "email": ["t01-1@canary"], "day": [1]})
             with Keytools.from_yaml(config) as tools:
                 tools.write_table(rows, tmp_path / f"{name}.parquet", key_values={"tenant": "t01"})
@@ -279,7 +279,7 @@ def test_a_new_worker_trusts_the_keys_of_values(
 
 @pytest.fixture(scope="module")
 def pipelines(lake: Lake, spark_driver: SparkDriver) -> dict[str, Any]:
-    """What the pipelines did with the files of tenants."""
+    """The results of the pipelines on the files of tenants."""
     names = [*TENANTS[:20], ODD]
     rows = pa.table({"tenant": names * 4, "email": [f"{name}@canary" for name in names * 4], "day": [1] * 84})
     plain, target, config = lake.folder / "plain", lake.folder / "piped", lake.config

@@ -1,4 +1,4 @@
-"""Every way by which Spark writes and reads Parquet: the tables of docs/spark.md are what came of it."""
+"""Every way in which Spark writes and reads Parquet: the tables of docs/spark.md show the results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prepare(folder: Path) -> None:
     """Make configurations, and files to read."""
     for name in ("events", "local", "ways"):
         (folder / name).mkdir(parents=True)
-    # Files with keys in them are nobody else's.
+    # Files with keys in them are private.
     for name, text in (("c.yaml", YAML), ("other.yaml", YAML.replace("few:", "less:"))):
         (folder / name).write_text(text)
         (folder / name).chmod(0o600)
@@ -81,16 +81,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(folder: Path, spark_driver: SparkDriver) -> dict[str, Any]:
-    """What a session did that nobody configured, in a JVM that never had our jar."""
+    """The results of a session that was not configured, in a JVM that never had our jar."""
     spark_driver.close()
     return run(spark_driver, folder / "bare", configured=False)
 
 
 @pytest.fixture(scope="module")
 def later(folder: Path, spark_driver: SparkDriver, bare: dict[str, Any]) -> dict[str, Any]:
-    """What a session did that ran before it was configured, in a JVM that had not had our jar until then.
+    """The results of a session that ran before it was configured, in a JVM that had not had our jar until then.
 
-    It comes after `bare`, whose JVM is of use to no other test.
+    It comes after `bare`, whose JVM no other test can use.
     """
     spark_driver.close()
     return run(spark_driver, folder / "later", configured=False, later=True)
@@ -98,7 +98,7 @@ def later(folder: Path, spark_driver: SparkDriver, bare: dict[str, Any]) -> dict
 
 @pytest.fixture(scope="module")
 def configured(folder: Path, spark_driver: SparkDriver, later: dict[str, Any]) -> dict[str, Any]:
-    """What a session did that was made with `configure`, in a JVM that never looked for our classes in vain."""
+    """The results of a session made with `configure`, in a JVM that never failed to find our classes."""
     return run(spark_driver, folder / "configured", configured=True)
 
 
@@ -111,7 +111,7 @@ def documented(heading: str) -> dict[str, list[str]]:
 
 
 def written(configured: dict[str, Any], bare: dict[str, Any]) -> dict[str, list[str]]:
-    """Return what came of each way to write, in the order of `SESSIONS`."""
+    """Return the result of each way to write, in the order of `SESSIONS`."""
     return {
         way: [
             session["writes"][f"{way}|{given}"]["outcome"]
@@ -151,7 +151,7 @@ def test_every_way_to_read_is_documented(configured: dict[str, Any], bare: dict[
 def test_nothing_that_should_be_encrypted_is_plaintext_anywhere(
     folder: Path, configured: dict[str, Any], bare: dict[str, Any]
 ) -> None:
-    """In the event log, which is written to the end, and whatever else lies there."""
+    """In the event log, which is written to the end, and in all other files there."""
     left = [path for path in folder.rglob("*") if path.is_file()]
     assert any("events" in path.parts and path.stat().st_size > 10_000 for path in left)
     contents = {path: path.read_bytes() for path in left}
@@ -167,14 +167,14 @@ def test_nothing_that_should_be_encrypted_is_plaintext_anywhere(
 
 def test_without_our_jar_the_class_is_missing(bare: dict[str, Any]) -> None:
     refused = {way: found for way, found in bare["writes"].items() if found["outcome"] == "refused"}
-    # Spark takes no append of the V2 writer to such a table.
+    # Spark does not support append by the V2 writer to such a table.
     others = {way for way, found in refused.items() if CLASS_IS_MISSING not in found["error"]}
     assert others == {f"`df.writeTo(...).append`|{given}" for given in ("with options", "without options")}
     assert len(refused) > 20
 
 
 def is_error(found: object) -> bool:
-    """Tell whether reading raised an error, and returned no number of rows."""
+    """Return whether reading raised an error, and returned no number of rows."""
     return isinstance(found, str)
 
 
@@ -183,7 +183,7 @@ def test_what_a_configured_session_says(configured: dict[str, Any]) -> None:
         if attempt.endswith("|without options") and found["outcome"] == "refused" and "append`" not in attempt:
             assert "would be written in plaintext" in found["error"], attempt
     reads = configured["reads"]
-    # The error of a stream is mostly its plan.
+    # A stream's error is mostly its plan.
     for way in READS.keys() - {"the Parquet source of a stream"}:
         assert is_error(reads[f"{way}|both|with options"]), way
         for given in ("with options", "without options"):

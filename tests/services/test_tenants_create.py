@@ -93,7 +93,7 @@ def test_in_a_keystore(tmp_path: Path) -> None:
     ]
     for tenant in ("acme", "new"):
         place.check_writes(tenant)
-    # No key is created where one value is refused, and none has tags.
+    # No key is created if one value is refused, and no key has tags.
     assert "refuses" in place.create("later", "no good", status=2).stderr
     assert "tags" in place.create("later", "--template", place.template(tags={"a": "b"}), status=2).stderr
     assert "exists" not in place.create("later").stdout
@@ -128,7 +128,7 @@ def test_in_openbao(openbao: OpenBao, tmp_path: Path) -> None:
     found = openbao.ask("GET", f"transit/keys/{prefix}-acme").content["data"]
     assert (found["type"], found["latest_version"], found["exportable"]) == ("aes256-gcm96", 1, False)
     place.check_writes("acme")
-    # A token that may use keys, and not create them.
+    # A token that may use keys, but not create them.
     policy = openbao.write_policy({"transit/keys/*": ["read"], "transit/encrypt/*": ["update"]})
     weak = Place(tmp_path, {**kms, "token": openbao.create_token(policy)}, f"{prefix}-{{tenant}}")
     weak.create("other", status=3)
@@ -162,7 +162,7 @@ def aws(url: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("start", ["alias/", f"arn:aws:kms:{REGION}:123456789012:alias/"])
 def test_in_aws(moto: str, tmp_path: Path, start: str) -> None:
-    # The servers of a process share their keys.
+    # Servers in one process share their keys.
     client, before = moto_client(moto), keys_of(moto)
     name = f"tenant-{uuid.uuid4()}"
     place = Place(tmp_path, aws(moto), f"{start}{name}-{{tenant}}")

@@ -1,4 +1,4 @@
-"""What people are told when a KMS cannot be reached: where it should be, why not, and soon."""
+"""The message when a KMS cannot be reached: its address, the cause, and without long waiting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CRYPTO_KEY = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """A port of this machine on which nothing listens: it is taken, and never listened on."""
+    """A port of this machine on which nothing listens: it is bound, but never listened on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
@@ -87,7 +87,7 @@ def test_who_waits_is_told_why_once(free_port: int, caplog: pytest.LogCaptureFix
                 wrap_one(kms, SecretBytes(bytes(16)), "k")
             return [record for record in caplog.records if "waiting for the KMS" in record.message]
 
-        # The pauses are random: a call may make its last attempt before it would tell.
+        # The pauses are random: a call may make its last attempt before the message is due.
         assert any(told() for _ in range(5))
         (record,) = told()
     assert f"at http://127.0.0.1:{free_port} (the connection was refused)" in record.message

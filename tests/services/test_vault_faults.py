@@ -1,4 +1,4 @@
-"""What goes wrong between VaultKms and a server, over real sockets: class, tries, time, and nothing leaked."""
+"""Faults between VaultKms and a server, over real sockets: class, attempts, time, and no leaks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BODY_CANARY = "CANARY-in-the-body"
 
 
 class Exchange:
-    """One request at the proxy, and what the real server says to it."""
+    """One request at the proxy, and the real server's answer."""
 
     def __init__(
         self, handler: http.server.BaseHTTPRequestHandler, target: str, session: requests.Session
@@ -88,7 +88,7 @@ Fault = Callable[[Exchange], None]
 
 
 class Proxy:
-    """Passes requests on to a server; those whose path has a word in it meet a fault, so many times."""
+    """Forwards requests to a server; a number of those with a word in their path meet a fault."""
 
     def __init__(self, target: str) -> None:
         proxy = self
@@ -111,7 +111,7 @@ class Proxy:
                     else:
                         exchange.answer(*exchange.forward())
                 except OSError:
-                    self.close_connection = True  # the client has gone
+                    self.close_connection = True  # the client is gone
 
             do_GET = do_POST = do_PUT = handle_any  # noqa: N815
 
@@ -163,7 +163,7 @@ def kms(proxy: Proxy, token: str) -> Iterator[VaultKms]:
 
 
 def client(url: str, token: str, **settings: Any) -> VaultKms:
-    # On a busy machine an attempt that is not meant to be slow must not be one more than expected.
+    # On a busy machine, an attempt that is not meant to be slow must not cause another one.
     limits = {"call_timeout_seconds": 15.0, "timeout_seconds": 60.0, "max_tries": 4}
     return VaultKms(VaultSettings.model_validate({"url": url, "token": token, **limits, **settings}))
 
@@ -238,7 +238,7 @@ def texts_of(error: KmsError) -> list[str]:
     return [str(error), repr(error), "".join(frames.format()), repr(vars(error)), str(pickle.dumps(error))]
 
 
-# --- faults that pass ---
+# --- temporary faults ---
 
 
 PASSING: dict[str, Fault] = {
@@ -296,7 +296,7 @@ def test_a_fault_that_passes_costs_a_try(
     assert proxy.count(path) == before + 2
 
 
-# --- faults that stay ---
+# --- permanent faults ---
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_a_slow_server_ends_within_the_deadline(proxy: Proxy, openbao: OpenBao, 
         started = time.monotonic()
         with pytest.raises(KmsUnavailableError) as caught:
             unwrap_one(kms, wrapped, name)
-        # A hundred tries would take 40 seconds.
+        # A hundred attempts would take 40 seconds.
         assert 1.0 < time.monotonic() - started < 30
         assert caught.value.tries >= 3
         assert "in time" in str(caught.value)
@@ -404,7 +404,7 @@ def test_what_is_said_of_another_master_key_is_refused(kms: VaultKms, proxy: Pro
 def test_partial_failures_show_no_key(
     kms: VaultKms, proxy: Proxy, openbao: OpenBao, token: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server answers with the keys of the items that went well, whatever the status of the whole."""
+    """The server returns the keys of the successful items, whatever the status of the whole."""
     caplog.set_level(logging.DEBUG)
     name = openbao.create_key()
     good = [wrap_one(kms, key, name) for key in (KEY, OTHER_KEY)]
@@ -460,7 +460,7 @@ def test_no_redirect_is_followed(kms: VaultKms, proxy: Proxy, openbao: OpenBao, 
 def test_a_renewal_that_fails_does_not_stop_work(openbao: OpenBao, proxy: Proxy) -> None:
     name = openbao.create_key()
     policy = openbao.write_policy({"transit/*": ["read", "update"]})
-    # From 2/3 of its life on it is renewed: a busy machine has more than a second for the third attempt.
+    # It is renewed from 2/3 of its life: this leaves more than a second for the third attempt on a busy machine.
     short = openbao.create_token(policy, ttl="5s")
     with client(proxy.url, short) as kms:
         wrap_one(kms, KEY, name)
@@ -507,7 +507,7 @@ def test_a_server_that_throttles_by_itself(openbao: OpenBao, token: str) -> None
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[OpenBao]:
-    """A server for a test that hurts it."""
+    """A server for a test that damages it."""
     folder = tmp_path / "openbao"
     folder.mkdir()
     server = OpenBao(folder)
@@ -582,7 +582,7 @@ def test_killed_and_restarted_during_a_run_of_writes_nothing_is_lost(own_server:
 
 
 def open_sockets(server: OpenBao) -> int:
-    """Return how many connections this process has to a server; other tests have theirs to others."""
+    """Return how many connections this process has to a server; other tests connect to other servers."""
     ends = set()
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()

@@ -120,7 +120,7 @@ class TestVaultContract(KmsClientContract):
 
 
 class TestVaultContractWithDerivedKeys(SecondForm, TestVaultContract):
-    """The same with keys that each context has its own of."""
+    """The same with keys derived for each context."""
 
     @pytest.fixture
     def kms(self) -> Iterator[KmsClient]:
@@ -158,7 +158,7 @@ def test_the_raw_form_is_the_text_of_the_server(kms: VaultKms, openbao: OpenBao)
 
 
 def test_the_server_moves_no_key_to_another_master_key(kms: VaultKms) -> None:
-    """A rotation that moves keys unwraps them, and re-wraps under a newer version on the server."""
+    """A rotation that moves keys unwraps them, and the server re-wraps keys under a newer version."""
     assert kms.rewraps_by_itself("one", "one") is True
     assert kms.rewraps_by_itself("one", "two") is False
 
@@ -167,7 +167,7 @@ def test_a_missing_key_is_never_created_even_by_a_token_that_may(openbao: OpenBa
     with vault_kms(openbao, token=openbao.root_token) as kms:
         with pytest.raises(MasterKeyNotFoundError):
             wrap_one(kms, KEY, "mistyped")
-        # A key that was there a moment ago: only the request itself can keep the engine from creating it.
+        # A key that existed a moment ago: only the request itself can keep the engine from creating it.
         name = openbao.create_key()
         wrap_one(kms, KEY, name)
         openbao.configure_key(name, deletion_allowed=True)
@@ -262,7 +262,7 @@ def test_a_version_that_is_too_old_is_disabled(kms: VaultKms, openbao: OpenBao) 
 
 
 def test_other_spellings_of_a_wrapped_key_are_refused(kms: VaultKms, openbao: OpenBao) -> None:
-    """The server itself takes all of these."""
+    """The server itself accepts all of these."""
     name = openbao.create_key()
     wrapped = wrap_one(kms, KEY, name)
     body = wrapped.removeprefix("vault:v1:")
@@ -352,7 +352,7 @@ def test_batches_that_are_too_large_are_halved_and_stay_small(
         wrapped = kms.wrap_many([WrapRequest(key, name) for key in keys])
         seen = requests_seen()
         assert kms.unwrap_many([UnwrapRequest(str(text), name) for text in wrapped]) == keys
-        # 1,000 keys with a context each are too much, 500 too; 250 fit into no request with context and key.
+        # 1,000 keys with their contexts are too many for one request, and so are 500; 250 fit.
         assert len(seen) == len([path for _, path in seen if "decrypt" in path]) <= 8
 
 
@@ -362,7 +362,7 @@ def test_one_failure_in_a_batch_is_its_own_only(kms: VaultKms, openbao: OpenBao)
     forged = wrapped[:-8] + ("AAAAAAA=" if wrapped.endswith("=") else "AAAAAAAA")
     outcomes = kms.unwrap_many([UnwrapRequest(text, name) for text in (wrapped, forged)])
     assert outcomes[0] == KEY and isinstance(outcomes[1], WrappedKeyInvalidError)
-    # With nothing but failures the server answers 400 with results.
+    # With nothing but failures, the server answers 400 with results.
     (outcome,) = kms.unwrap_many([UnwrapRequest(forged, name)])
     assert isinstance(outcome, WrappedKeyInvalidError)
 
@@ -676,7 +676,7 @@ def test_jwt(openbao: OpenBao, rsa_key: rsa.RSAPrivateKey, tmp_path: Path) -> No
 
 
 class TokenReviewApi(http.server.BaseHTTPRequestHandler):
-    """The part of the Kubernetes API that says whose token a token is."""
+    """The part of the Kubernetes API that says which account a token belongs to."""
 
     good_token = ""
     asked = 0
@@ -852,7 +852,7 @@ def test_tls_with_an_authority_of_ones_own_and_client_certificates(tmp_path: Pat
     try:
         server.start()
         name = server.create_key()
-        # The server may hang up before its reason is read: then only another try gets to know it.
+        # The server may hang up before its reason is read: then only another attempt learns it.
         good = {"token": server.root_token, "ca_file": "authority.pem", "max_tries": 20}
         pair = {"client_cert": "client.pem", "client_key": "client-key.pem"}
         with vault_kms(server, tmp_path, **good, **pair) as kms:
@@ -876,7 +876,7 @@ def test_tls_with_an_authority_of_ones_own_and_client_certificates(tmp_path: Pat
 
 
 def test_tls_files_that_are_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found before anything is sent: it is no server that cannot be reached, and nobody types a passphrase."""
+    """Found before anything is sent: it is not an unreachable server, and there is no prompt for a passphrase."""
     monkeypatch.setattr(VaultServer, "request", lambda *_: pytest.fail("it was asked"))
     authority = Authority(tmp_path, "authority")
     authority.issue("client")

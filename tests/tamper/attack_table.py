@@ -2,7 +2,7 @@
 
     python tests/tamper/attack_table.py
 
-writes it anew, from what is found.
+updates it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _with_error(outcome: str, error: str) -> str:
 
 
 def table_of_page() -> str:
-    """Return the table as it stands in the documentation."""
+    """Return the table in the documentation."""
     return PAGE.read_text(encoding="utf-8").partition(_BEGIN)[2].partition(_END)[0]
 
 
 def main() -> None:
-    """Write the table in the documentation anew."""
+    """Update the table in the documentation."""
     with tempfile.TemporaryDirectory() as folder:
         table = comparison(Attacked(Path(folder) / "attacks"))
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)

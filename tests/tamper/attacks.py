@@ -1,8 +1,8 @@
 """Attacks on encrypted files by somebody who can write to the store and has no keys (spec 4.4).
 
-Some take more than that, and say so: the key of the footer, or a writer who does something wrong. Each attack
-takes good files and makes of them the folder that a reader then meets. What each of our readers and `verify` must
-say is written beside it; what it cannot say by design is written there too.
+Some need more than that, and say so: the footer key, or a writer who does something wrong. Each attack
+turns good files into the folder that a reader then meets. The expected result of each of our readers and of
+`verify` is stated with the attack, and so are changes that they cannot detect by design.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROWS = 60
 
 
 def table(first: int) -> pa.Table:
-    """Return data whose pages are all of one length."""
+    """Return data whose pages all have the same length."""
     numbers = range(first, first + ROWS)
     return pa.table(
         {
@@ -53,7 +53,7 @@ def table(first: int) -> pa.Table:
 
 
 def keytools(version: str = "v2", **changes: object) -> Keytools:
-    """Return a Keytools; `secret`, `other` and `x` are under keys of their own."""
+    """Return a Keytools; `secret`, `other` and `x` have their own keys."""
     policy: dict[str, object] = {
         "footer_key": "footer",
         "column_keys": {"pii": ["secret"], "place": ["other"], "footer": ["x"]},
@@ -69,15 +69,15 @@ def keytools(version: str = "v2", **changes: object) -> Keytools:
         "tables": {"shop": policy | changes},
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That CTR does not authenticate is what is shown here.
+        warnings.simplefilter("ignore")  # These attacks show that CTR does not authenticate.
         return Keytools.from_mapping(document)
 
 
 class Scene:
-    """Good files, of which attacks are made.
+    """Good files, from which the attacks are made.
 
     Attributes:
-        folder: Where they are: `a.parquet` and `b.parquet` of the present version, under a key policy each.
+        folder: Has `a.parquet` and `b.parquet` of the present version, in a folder for each key policy.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,7 +100,7 @@ class Scene:
                 self.file(policy, name).parent.mkdir(exist_ok=True)
                 self.keytools(policy).encrypt_file(folder / f"{name}.plain", self.file(policy, name))
         for policy in ("encrypted", "signed"):
-            # The prefix of the one begins that of the other.
+            # One prefix is the beginning of the other.
             self.keytools(policy).encrypt_file(folder / "b.plain", self.longer_name(policy))
         (folder / "old").mkdir(exist_ok=True)
         keytools("v1", **POLICIES["encrypted"]).encrypt_file(folder / "b.plain", folder / "old" / "a.parquet")
@@ -110,7 +110,7 @@ class Scene:
         return self.folder / policy / f"{name}.parquet"
 
     def longer_name(self, policy: str) -> Path:
-        """Return the path of a good file whose name begins with that of `a`."""
+        """Return the path of a good file whose name begins with the name of `a`."""
         return self.folder / policy / "a.parquet0"
 
     def data(self, policy: str, name: str = "a") -> bytes:
@@ -123,15 +123,15 @@ class Scene:
 
     @contextlib.contextmanager
     def opened(self, policy: str, name: str = "a") -> Iterator[OpenedFile]:
-        """Open a good file with its keys, for attacks that take more than the store."""
-        # Programs that read the files import this one from its own folder alone.
+        """Open a good file with its keys, for attacks that need more than the store."""
+        # Programs that read the files import this source file from its own folder only.
         from key_services import key_service
 
         with self.keytools(policy) as reader:
             yield key_service(reader).open_files([FileLocation.resolve(self.file(policy, name))])[0]
 
     def inspect(self, policy: str, name: str = "a") -> Inspection:
-        """Return what lies where in a good file."""
+        """Return the layout of a good file."""
         return self.keytools(policy).inspect_file(self.file(policy, name))
 
     def modules(self, policy: str, row_group: int, column: str, name: str = "a") -> list[InspectedModule]:
@@ -159,14 +159,14 @@ class Attack:
     """One attack.
 
     Attributes:
-        title: What is done.
-        policy: Of the file that it is done to.
-        make: Returns the bytes that lie under the file's name then.
+        title: A short description.
+        policy: The key policy of the attacked file.
+        make: Returns the bytes that then replace the file.
         error: What our readers must raise; None where the data is right, or where the change cannot be detected.
-        rule: What `verify` must report; None where there is nothing that it could.
-        outcome: What our readers come to.
-        prepare: Changes what lies beside the file.
-        conforms: Whether `verify` says that the file conforms all the same.
+        rule: What `verify` must report; None where it can detect nothing.
+        outcome: The result in our readers.
+        prepare: Changes the files beside it.
+        conforms: Whether `verify` still reports that the file conforms.
     """
 
     title: str
@@ -283,7 +283,7 @@ def _other_prefix(crypto: FileCryptoMetaData) -> None:
 def _moved_aad(
     file: Callable[[Scene], Path], move: Callable[[bytes, bytes], tuple[bytes | None, bytes]]
 ) -> Callable[[Scene], bytes]:
-    """Return what moves bytes between AAD prefix and file unique of a file."""
+    """Return a function that moves bytes between the AAD prefix and the file unique of a file."""
 
     def make(scene: Scene) -> bytes:
         data = file(scene).read_bytes()
@@ -354,7 +354,7 @@ def _edit_statistics(scene: Scene) -> bytes:
 
 
 def _edited_chunk(change: Callable[[ColumnMetaData, FileMetaData], None]) -> Callable[[Scene], bytes]:
-    """Return what changes the metadata of a chunk in a plaintext footer."""
+    """Return a function that changes the metadata of a chunk in a plaintext footer."""
 
     def make(scene: Scene) -> bytes:
         data, footer, signature = _signed_footer(scene)
@@ -367,7 +367,7 @@ def _edited_chunk(change: Callable[[ColumnMetaData, FileMetaData], None]) -> Cal
 
 
 def _edited_by_key_holder(change: Callable[[ColumnMetaData, FileMetaData], None]) -> Callable[[Scene], bytes]:
-    """Return what changes the metadata of a chunk in an encrypted footer, with the key of the footer."""
+    """Return a function that changes the metadata of a chunk in an encrypted footer, with the footer key."""
 
     def make(scene: Scene) -> bytes:
         data = scene.data("encrypted")
@@ -417,7 +417,7 @@ def _flip_magic(scene: Scene) -> bytes:
 
 
 def _with_length(module_type: ModuleType, length: Callable[[int], int]) -> Callable[[Scene], bytes]:
-    """Return what changes the length field of a module."""
+    """Return a function that changes the length field of a module."""
 
     def make(scene: Scene) -> bytes:
         data = bytearray(scene.data("encrypted"))
@@ -457,7 +457,7 @@ def _flipped_page(policy: str, column: str) -> Callable[[Scene], bytes]:
     def make(scene: Scene) -> bytes:
         data = bytearray(scene.data(policy))
         offset, length = _page(scene.modules(policy, 0, column), ModuleType.DATA_PAGE, 0)
-        # The lowest byte of the last but one value in CTR; anything else in GCM.
+        # The lowest byte of the second-last value in CTR; anything else in GCM.
         data[offset + length - 16] ^= 1
         return bytes(data)
 
@@ -465,7 +465,7 @@ def _flipped_page(policy: str, column: str) -> Callable[[Scene], bytes]:
 
 
 def _made_with(**policy: Any) -> Callable[[Scene], bytes]:
-    """Return what makes a file of other data, under keys that its maker may use, and the AAD prefix of `a`."""
+    """Return a function that makes a file of other data, under the attacker's keys and the AAD prefix of `a`."""
 
     def make(scene: Scene) -> bytes:
         path = scene.folder / "made" / "a.parquet"
@@ -846,7 +846,7 @@ ATTACKS = {
 
 
 class Attacked:
-    """All attacks, each in a folder of its own."""
+    """All attacks, each in its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.scene = Scene(folder / "good")
@@ -864,12 +864,12 @@ class Attacked:
         self.right = table(0)
 
     def read_table(self, name: str) -> tuple[str, str]:
-        """Return what becomes of an attack in `Keytools.read_table`, and the error's class."""
+        """Return the outcome of an attack in `Keytools.read_table`, and the error's class."""
         with self.scene.keytools(ATTACKS[name].policy) as reader:
             return self._outcome(lambda: reader.read_table(self.paths[name]))
 
     def decrypt_file(self, name: str) -> tuple[str, str]:
-        """Return what becomes of an attack in `Keytools.decrypt_file`, and the error's class."""
+        """Return the outcome of an attack in `Keytools.decrypt_file`, and the error's class."""
         target = self.paths[name].with_name("decrypted.parquet")
 
         def decrypt() -> pa.Table:
@@ -892,7 +892,7 @@ class Attacked:
         return (RIGHT if found.equals(self.right) else CHANGED), ""
 
     def verify(self, name: str) -> tuple[bool, set[str]]:
-        """Return whether `verify` says that the file conforms, and which rules are broken."""
+        """Return whether `verify` reports that the file conforms, and which rules are broken."""
         with self.scene.keytools(ATTACKS[name].policy) as reader:
             report = reader.verify_file(self.paths[name])
         return report.conforms, {r.rule.id for r in report.rules if r.outcome is Outcome.BROKEN}

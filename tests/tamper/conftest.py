@@ -1,4 +1,4 @@
-"""Folders of these tests are in memory, where it has room: they do not ask what a power failure leaves."""
+"""Test folders are in memory if there is room: these tests do not depend on what survives a power failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOM_BYTES = 2 << 30
 
 @pytest.fixture(scope="session")
 def folder_in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder where `fsync` takes no time, or a usual one."""
+    """A folder where `fsync` takes no time, or an ordinary one."""
     if not os.access(MEMORY, os.W_OK | os.X_OK) or shutil.disk_usage(MEMORY).free < ROOM_BYTES:
         yield tmp_path_factory.mktemp("tamper")
         return
@@ -27,7 +27,7 @@ def folder_in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 
 @pytest.fixture
 def tmp_path(folder_in_memory: Path) -> Iterator[Path]:
-    """The folder of a test."""
+    """The test's folder."""
     folder = Path(tempfile.mkdtemp(dir=folder_in_memory))
     yield folder
     shutil.rmtree(folder)

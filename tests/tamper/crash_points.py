@@ -1,7 +1,7 @@
 """Commands in a process that ends at a chosen call to the file system, or gets an error there.
 
-This is a program, too: it imports once what is needed, and forks for each job that it reads from stdin, so that
-hundreds of them take little time. Each call that changes something under the job's folder is a point.
+This is also a program: it imports everything once, and forks for each job that it reads from stdin, so that
+hundreds of jobs take little time. Each call that changes something under the job's folder is a point.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TESTS = Path(__file__).resolve().parents[1]
 KILLED = 99
 
 PATH_CALLS = ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "link", "symlink", "chmod", "utime")
-"""Their first argument is a path, or a file descriptor; for renames and links the second is what comes to be."""
+"""Their first argument is a path or a file descriptor; for renames and links, the second one is the new path."""
 
 DESCRIPTOR_CALLS = (
     "write",
@@ -38,10 +38,10 @@ DESCRIPTOR_CALLS = (
     "setxattr",
 )
 RENAMES = ("rename", "replace", "link")
-"""Calls by which a file takes its place."""
+"""Calls that put a file in its place."""
 
 WRITES = ("write", "pwrite", "copy_file_range")
-"""Calls that may have done a part of their work."""
+"""Calls that may stop halfway."""
 
 TAKES_SPACE = (*WRITES, "open", "link", "posix_fallocate", "fsync", "mkdir", "ftruncate")
 """Calls that a full disk makes fail."""
@@ -52,15 +52,15 @@ class Job:
     """What a process does, and where it ends.
 
     Attributes:
-        action: Method of `Keytools`, or `command` for one of the command line.
-        folder: The data set, or where one is written.
+        action: Method of `Keytools`, or `command` for the command line.
+        folder: The data set, or the folder to write to.
         keystore: Its KMS.
-        settings: Of the table.
-        options: Of the method; of a command its `arguments`.
+        settings: The table's settings.
+        options: The method's options; for a command, its `arguments`.
         point: The call, counted from 1; 0 for none.
         mode: `kill` before the call, `after` right after it, `torn` after half of a write, `no_space` for an
-            error in place of it, `attack` for what another user does before it.
-        attack: What that user does: one of `other_users.ATTACKS`.
+            error instead of the call, `attack` for another user's attack before it.
+        attack: The attack of that user: one of `other_users.ATTACKS`.
         user: Number of the user who does the job.
     """
 
@@ -77,15 +77,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of it.
+    """The outcome of a job.
 
     Attributes:
         calls: Name of the call and path, for each point that was reached.
-        killed: Whether it was killed where it should be.
-        failures: What its report says.
-        error: Name of the class of what was raised, and its text.
-        status: With which status a command ended.
-        text: What it said to people.
+        killed: Whether it was killed at the point.
+        failures: The failures in its report.
+        error: Class name and text of the raised error.
+        status: The command's exit status.
+        text: The command's output.
     """
 
     calls: list[tuple[str, str]]
@@ -100,7 +100,7 @@ class Ended:
 
 
 class Points:
-    """Counts calls, and does what a job wants at one of them."""
+    """Counts calls, and executes the job's mode at one of them."""
 
     def __init__(self, job: Job, tell: Callable[[Ended], None]) -> None:
         self.job = job
@@ -111,7 +111,7 @@ class Points:
         self.attacker: Any = None
 
     def watch(self) -> None:
-        """Put a wrapper around each call."""
+        """Wrap each call."""
         for name in PATH_CALLS:
             setattr(
                 os, name, self._wrapped(name, getattr(os, name), 1 if name in ("rename", "replace", "link") else 0)
@@ -123,7 +123,7 @@ class Points:
         sys.addaudithook(self._on_event)
 
     def filesystem(self) -> Any:
-        """Return a local file system whose deletions are points: they are not Python's."""
+        """Return a local file system whose deletions are points: Arrow's own are not Python calls."""
         from pyarrow import fs as pafs
 
         points = self
@@ -136,7 +136,7 @@ class Points:
         return Watched()
 
     def at(self, name: str, path: str, torn: Callable[[], object] | None = None) -> None:
-        """Count a call, and be killed or raise if it is the one."""
+        """Count a call, and be killed or raise at the chosen point."""
         if not os.path.realpath(path).startswith(self._root):
             return
         self.calls.append((name, os.path.relpath(path, self._root)))
@@ -148,7 +148,7 @@ class Points:
         if job.mode == "attack" and len(self.calls) == job.point:
             self.attacker.attack()
         if job.mode == "no_space" and job.point and len(self.calls) >= job.point and name in TAKES_SPACE:
-            # From then on there is none: deleting is all that goes on.
+            # The disk is full from now on; only deletions still work.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _be_killed(self) -> Never:
@@ -185,7 +185,7 @@ class Points:
         return wrapper
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        # Nothing of ours writes by way of Python's own files: that would be no point.
+        # Our code does not write through Python's file objects: such writes would not be points.
         if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
             path = arguments[0]
             if isinstance(path, (str, bytes)) and os.fsdecode(path).startswith(self._root):
@@ -200,7 +200,7 @@ def _path_of(place: Any, folder: int | None = None) -> str:
 
 
 class InOrder:
-    """Takes the place of a pool of threads, so that calls come in the same order each time."""
+    """Replaces a thread pool, so that calls come in the same order each time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -294,11 +294,11 @@ def run(job: Job, tell: Callable[[Ended], None]) -> None:
 
 
 def _attacker(job: Job, act: Callable[[Path], object]) -> Any:
-    """Become the user who does the job, while another one waits for it."""
+    """Become the user who does the job, while another process waits for it."""
     from other_users import PRIVATE, Attacker
 
     base = Path(job.folder).parent
-    # What is imported late cannot be imported by somebody else.
+    # The other user could not import anything later.
     act(base / "warm")
     attacker = Attacker(job.attack, Path(job.folder), base / PRIVATE)
     if job.user:
@@ -320,12 +320,12 @@ def _command(job: Job, points: Points) -> Ended:
 
 
 def main() -> None:
-    """Fork for each job on stdin, and say on stdout what became of it."""
+    """Fork for each job on stdin, and write its outcome to stdout."""
     import remembered_scrypt
 
     remembered_scrypt.install()
 
-    # So that the children have them.
+    # So that the children inherit them.
     import crash_writers  # noqa: F401
     import opentelemetry.metrics
     import opentelemetry.trace  # noqa: F401
@@ -338,14 +338,14 @@ def main() -> None:
     import parquet_keytools.rotation.rekeying
     from parquet_keytools.kms.keystore_file import Keystore
 
-    # Typer makes the whole tree of commands for each call of one.
+    # Typer builds the whole tree of commands for each call of one.
     typer.testing._get_command = cache(typer.testing._get_command)
     typer.testing._get_command(parquet_keytools.cli.app)
-    # Else each child copies all that its collector of garbage looks at.
+    # Otherwise, the garbage collector of each child would copy the memory that it visits.
     gc.freeze()
     for line in sys.stdin:
         job = Job(**json.loads(line))
-        # The children remember, too, what scrypt makes of its passphrase.
+        # The children inherit the key that scrypt derived from the passphrase.
         Keystore(Path(job.keystore), rotation_case.passphrase).open()
         from_child, to_parent = os.pipe()
         child = os.fork()
@@ -378,7 +378,7 @@ def main() -> None:
 
 
 class Crasher:
-    """Has jobs done in processes of their own."""
+    """Runs each job in its own process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -390,7 +390,7 @@ class Crasher:
         )
 
     def run(self, job: Job) -> Ended:
-        """Do a job, and return what became of it."""
+        """Run a job, and return its outcome."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(asdict(job)) + "\n")
         self._process.stdin.flush()

@@ -1,4 +1,4 @@
-"""What writes new files, for processes that are killed meanwhile: each way of it, from the same sources."""
+"""Writers of new files, for processes that are killed meanwhile: every way to write, from the same sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parquet_keytools.errors import OutputError
 IN_ORDER: dict[str, Any] = {"preserve_order": True} if WRITES_IN_ORDER else {}
 
 SECRET = b"this value is secret"
-"""In every row of what is encrypted, so that it shows in each file that is not."""
+"""In every encrypted row, so that it shows in each file that is not encrypted."""
 
 
 def _table(number: int) -> pa.Table:
@@ -78,4 +78,4 @@ WRITERS: dict[str, Write] = {
     "decrypt_file": _decrypt,
     "rekey_file": _rekey,
 }
-"""By the method of `Keytools`, or by a name here."""
+"""By the method of `Keytools`, or by a name defined here."""

@@ -1,6 +1,6 @@
-"""Commits to an encrypted Iceberg table, each in a process of its own that SIGKILL ends at one step.
+"""Commits to an encrypted Iceberg table, each in its own process, which SIGKILL ends at one step.
 
-It reads orders from its input, one a line, and forks for each: no thread was started here before.
+It reads one order per line from stdin, and forks for each: no thread was started before.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def die() -> None:
 
 @contextlib.contextmanager
 def steps_that(point: int) -> Iterator[list[str]]:
-    """Kill this process at a step of storage or of the catalog; of a write, half is done before."""
+    """Kill this process at a step of storage or of the catalog; half of a write is done before."""
 
     def act(number: int, name: str) -> None:
         if number == point and name.startswith("write"):
@@ -84,7 +84,7 @@ def steps_that(point: int) -> Iterator[list[str]]:
 
 
 def run(order: dict[str, Any]) -> None:
-    """Do an operation, killed at a step; without one, write its steps to a file."""
+    """Do an operation, and be killed at a step; without a step, write the operation's steps to a file."""
     lake = Lake(Path(order["folder"]))
     with steps_that(order["point"]) as steps:
         try:

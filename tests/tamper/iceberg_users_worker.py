@@ -2,7 +2,7 @@
 
     python iceberg_users_worker.py FOLDER SECONDS TURNS WRITERS READERS
 
-A writer goes on until SECONDS are over and TURNS are done. What each saw is in FOLDER/seen, one file for each.
+A writer continues until SECONDS are over and TURNS are done. Each logs to its own file in FOLDER/seen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MILLION = 1_000_000
 
 
 def write(lake: Lake, number: int, deadline: float, turns: int) -> dict[str, object]:
-    """Append four rows each turn, of which a second commit deletes one, and note what was committed."""
+    """Append four rows each turn, delete one in a second commit, and record the commits."""
     log = lake.folder / "seen" / f"acknowledged-{number}"
     conflicts = commits = 0
     turn = 0
@@ -45,7 +45,7 @@ def write(lake: Lake, number: int, deadline: float, turns: int) -> dict[str, obj
 
 
 def read(lake: Lake, number: int, deadline: float, turns: int) -> dict[str, object]:
-    """Scan until all writers are done, and compare with what was committed before."""
+    """Scan until all writers are done, and compare with the commits before."""
     scans = 0
     seen = lake.folder / "seen"
     while not (seen / "done").exists() or not scans:

@@ -1,11 +1,11 @@
-"""Runs operations against a KMS that fails, in processes of their own: some of them killed it once.
+"""Runs operations against a KMS that fails, in separate processes: such failures used to kill some of them.
 
     python kms_failure_worker.py FOLDER
 
-prepares files, forks once for some cases, and writes outcomes.json. Where such a process ends by a signal, with an
-error, or not at all, each of its cases gets a process of its own, and so an outcome of its own.
-What cases import is imported before the forks, which saves most of the time, but pyarrow is not used: its threads
-would not be there in the children.
+prepares files, forks once for a batch of cases, and writes outcomes.json. If such a process ends by a signal, with
+an error, or not at all, each of its cases runs again in its own process, and so gets its own outcome.
+Imports are done before the forks, which saves most of the time. pyarrow is not used before them: its threads
+would not exist in the children.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ROWS = 3000
 
 
 def table() -> pa.Table:
-    """Return plain columns, one under each column key, and one that is the index of a data frame."""
+    """Return plain columns, one column under each column key, and one that is the index of a data frame."""
     frame = pd.DataFrame(
         {"plain": range(ROWS), "refused": [f"text {i}" for i in range(ROWS)], "other": range(ROWS)},
         index=pd.Index([f"row {i}" for i in range(ROWS)], name="refused_index"),
@@ -56,7 +56,7 @@ def table() -> pa.Table:
 
 @dataclass
 class Context:
-    """What an operation works with."""
+    """The inputs of an operation."""
 
     folder: Path
     kms: FaultyKms
@@ -101,7 +101,7 @@ WRITES: dict[str, Operation] = {}
 READS: dict[str, Operation] = {}
 """Reads that need the column `refused`."""
 OTHER_READS: dict[str, Operation] = {}
-"""Reads that do well without it."""
+"""Reads that do not need it."""
 
 
 def operation(group: dict[str, Operation]) -> Callable[[Operation], Operation]:
@@ -162,7 +162,7 @@ def write_dataset_by_module_encryptor(c: Context) -> object:
     )
 
 
-# --- reading through us ---
+# --- reading with Keytools ---
 
 
 @operation(READS)
@@ -192,7 +192,7 @@ def read_table_filter_by_position(c: Context) -> object:
 
 @operation(READS)
 def read_table_as_pandas_with_index(c: Context) -> object:
-    """The index comes along without being named."""
+    """The index is read without being named."""
     return c.keytools().read_table(c.file, columns=["plain"], use_pandas_metadata=True)
 
 
@@ -223,7 +223,7 @@ def dataset_filter(c: Context) -> object:
 
 @operation(READS)
 def dataset_of_another_schema(c: Context) -> object:
-    """Who replaces the schema asks for what he did not name."""
+    """A caller who replaces the schema requests columns that they did not name."""
     found = c.keytools().dataset(c.data_set, columns=["plain"]).replace_schema(table().schema)
     return found.to_table(filter=pc.field("refused") == "text 7")
 
@@ -361,7 +361,7 @@ def plain_dataset_head(c: Context) -> object:
     return ds.dataset(c.file, format=c.fragment_options()).head(3)
 
 
-# --- what goes on without the column ---
+# --- operations that continue without the column ---
 
 
 @operation(OTHER_READS)
@@ -392,7 +392,7 @@ def dataset_other_columns(c: Context) -> object:
 
 @operation(OTHER_READS)
 def dataset_metadata(c: Context) -> object:
-    """Every look at metadata of fragments, of which Arrow does not survive one refused key."""
+    """Each access to metadata of fragments that crashed Arrow after one refused key."""
     rows = 0
     for fragment in c.keytools().dataset(c.data_set, columns=["plain"]).get_fragments():
         fragment.ensure_complete_metadata()
@@ -433,14 +433,14 @@ def plain_dataset_named_columns(c: Context) -> object:
 
 @dataclass(frozen=True)
 class Case:
-    """One operation, and what the KMS does to it."""
+    """One operation, and the KMS failure that it meets."""
 
     group: str
     operation: str
     failure: str
     double: bool
     failing: str
-    """`column`: the master key of the column `refused` fails; `footer`: that of the footer."""
+    """`column`: the master key of the column `refused` fails; `footer`: the master key of the footer fails."""
 
     @property
     def name(self) -> str:
@@ -449,7 +449,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield every operation with every failure; wrappings and master keys take turns, to save time."""
+    """Yield every operation with every failure; wrappings and master keys alternate, to save time."""
     names = list(itertools.product(WRITES, FAILURES))
     for number, (name, failure) in enumerate(names):
         for failing in ("column", "footer"):
@@ -457,11 +457,11 @@ def cases() -> Iterator[Case]:
     for group, found in (("reads", READS), ("others", OTHER_READS)):
         for number, (name, failure) in enumerate(itertools.product(found, FAILURES)):
             yield Case(group, name, failure, bool((number + number // 6) % 2), "column")
-    # Where the footer's key fails nothing has been read yet: two kinds of failure stand for all.
+    # If the footer's key fails, nothing has been read yet: two kinds of failure stand for all.
     for number, name in enumerate(READS | OTHER_READS):
         for failure in ("refused", "wrong_key"):
             yield Case("footer", name, failure, bool((number + (failure == "refused")) % 2), "footer")
-    # These were the ones that ended by a signal.
+    # These used to end by a signal.
     for name, double in itertools.product(READS, (True, False)):
         if "filter" in name or "metadata" in name:
             yield Case("reads", name, "refused", double, "column")
@@ -489,7 +489,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _error_of_reading(context: Context) -> str:
-    """Return the class of the error that reading what was written ends in, or an empty text."""
+    """Return the class of the error in reading what was written, or an empty text."""
     try:
         context.keytools().read_table(context.output())
     except Exception as error:
@@ -498,13 +498,13 @@ def _error_of_reading(context: Context) -> str:
 
 
 def _left_over(context: Context) -> list[str]:
-    """Return files under the name of the output, in a folder of that name, or beside it; a folder is no file."""
+    """Return files under the name of the output, in a folder of that name, or beside it; folders do not count."""
     found = (context.folder / "outputs").rglob("*")
     return sorted(str(path) for path in found if context.output().name in str(path) and path.is_file())
 
 
 def prepare(folder: Path) -> None:
-    """Write the files that are read, in a process of its own."""
+    """Write the input files, in a separate process."""
     process_id = os.fork()
     if process_id:
         assert os.waitpid(process_id, 0)[1] == 0
@@ -519,7 +519,7 @@ def prepare(folder: Path) -> None:
 
 
 def start(batch: list[Case], place: Path, folder: Path) -> int | None:
-    """Fork for some cases; returns the process id, or None in the child when it is done."""
+    """Fork for a batch of cases; returns the process id, or None in the child when it is done."""
     process_id = os.fork()
     if process_id:
         return process_id
@@ -532,16 +532,16 @@ def start(batch: list[Case], place: Path, folder: Path) -> int | None:
 
 
 def batches() -> list[list[Case]]:
-    """Return all cases, in their order: those of one operation together."""
+    """Return all cases, grouped by operation."""
     found = list({case.name: case for case in cases()}.values())
     return [found[i : i + CASES_PER_PROCESS] for i in range(0, len(found), CASES_PER_PROCESS)]
 
 
 def main(folder: Path) -> None:
     prepare(folder)
-    # The first configuration takes longer than those after it.
+    # The first configuration takes longer than later ones.
     Context(folder, FaultyKms(MASTER_KEYS), False).keytools()
-    # Without this the end of each child looks at, and so copies, all of the parent's memory.
+    # Otherwise each child would visit, and so copy, all of the parent's memory when it ends.
     gc.freeze()
     waiting = batches()[::-1]
     running: dict[int, tuple[int, list[Case], Path, float]] = {}
@@ -553,7 +553,7 @@ def main(folder: Path) -> None:
             batch, place = waiting.pop(), folder / f"process {next(numbers)}"
             process_id = start(batch, place, folder)
             if process_id is None:
-                return  # Ends as every program does: Arrow may abort in the end of one, too.
+                return  # Ends like any program: Arrow may abort at that point, too.
             descriptor = os.pidfd_open(process_id)
             poll.register(descriptor, select.POLLIN)
             running[descriptor] = (process_id, batch, place, time.monotonic() + SECONDS_PER_PROCESS)

@@ -1,4 +1,4 @@
-"""What may lie in a folder beside a good file, and what each command has to make of it."""
+"""Entries that may lie beside a good file in a folder, and how each command must treat them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MakeFile = Callable[[Path], None]
 
 
 class Verdict(Enum):
-    """What the walk must make of an entry."""
+    """How the walk must treat an entry."""
 
     BELONGS = "a file of the data set"
     DAMAGED = "a file of the data set that cannot be read: it fails under its name"
@@ -28,9 +28,9 @@ class Odd:
     """An entry.
 
     Attributes:
-        make: Puts it into a folder, with a place elsewhere for what links lead to.
-        verdict: What it is.
-        names: Paths within the folder that are reported of it.
+        make: Puts it into a folder; gets a second folder for the targets of links.
+        verdict: The walk's verdict.
+        names: Paths within the folder that are reported for it.
         rows: How many more files are read.
     """
 
@@ -138,7 +138,7 @@ ENTRIES: dict[str, Odd] = {
     "empty Parquet file": Odd(_bytes("odd.parquet"), Verdict.DAMAGED, ("odd.parquet",)),
     "empty part": Odd(_bytes("part-00001"), Verdict.DAMAGED, ("part-00001",)),
     "begins as Parquet": Odd(_bytes("odd", b"PAR1 and no more"), Verdict.DAMAGED, ("odd",)),
-    # --- no part of it ---
+    # --- not part of the data set ---
     "success": Odd(_bytes("_SUCCESS"), LEFT_OUT, ("_SUCCESS",)),
     "checksum": Odd(_bytes(".odd.parquet.crc", b"crc"), LEFT_OUT, (".odd.parquet.crc",)),
     "hidden file": Odd(_file(".odd.parquet"), LEFT_OUT, (".odd.parquet",)),
@@ -153,11 +153,11 @@ ENTRIES: dict[str, Odd] = {
     "empty folder": Odd(
         lambda folder, elsewhere, good: (folder / "empty.parquet").mkdir(), LEFT_OUT, ("empty.parquet",)
     ),
-    # --- no part of it, and readers warn ---
+    # --- not part of the data set, and readers warn ---
     "notes": Odd(_bytes("notes.txt", b"some notes"), Verdict.NOT_PARQUET, ("notes.txt",)),
     "empty file": Odd(_bytes("odd"), Verdict.NOT_PARQUET, ("odd",)),
     "Iceberg": Odd(_bytes("metadata/v1.json", b"{}"), Verdict.NOT_PARQUET, ("metadata/v1.json",)),
-    # --- what nobody can look into ---
+    # --- unreadable ---
     "dangling link": Odd(_link("odd.parquet", "/nowhere/odd.parquet"), UNSEEN, ("odd.parquet",)),
     "dangling link without an ending": Odd(_link("odd", "/nowhere/odd"), UNSEEN, ("odd",)),
     "dangling link to a partition": Odd(_link("year=2013", "/nowhere"), UNSEEN, ("year=2013",)),

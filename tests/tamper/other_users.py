@@ -1,4 +1,4 @@
-"""Somebody else on the machine who may write to a folder, at the worst moment of another user's command."""
+"""Another user of the machine who may write to a folder, and attacks at the worst moment of a command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VICTIM, ATTACKER = 4242, 4343
 """Numbers of users."""
 
 PRIVATE = "private"
-"""Folder of the victim's beside the data set, with the same names in it."""
+"""The victim's folder beside the data set, with the same file names."""
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -23,7 +23,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _replace(path: Path, make: Callable[[], object]) -> None:
-    """Put something in place of a file, or where nothing is; who may not do so leaves it."""
+    """Replace or create a file; if that is not permitted, do nothing."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -31,28 +31,28 @@ def _replace(path: Path, make: Callable[[], object]) -> None:
 
 
 def _link_hidden(folder: Path, private: Path) -> None:
-    """Put links in place of temporary files and locks."""
+    """Replace temporary files and locks by links."""
     for path in _files(folder):
         if path.name.startswith("."):
             _replace(path, lambda path=path: path.symlink_to(private / "secret"))  # type: ignore[misc]
 
 
 def _own_hidden(folder: Path, private: Path) -> None:
-    """Put files in place of temporary files, which all may read and write."""
+    """Replace temporary files by files that anyone may read and write."""
     for path in _files(folder):
         if path.name.startswith("."):
             _replace(path, lambda path=path: (path.write_bytes(b"PAR1"), path.chmod(0o666)))  # type: ignore[misc]
 
 
 def _link_visible(folder: Path, private: Path) -> None:
-    """Put links in place of Parquet files and key material."""
+    """Replace Parquet files and key material by links."""
     for path in _files(folder):
         if not path.name.startswith("."):
             _replace(path, lambda path=path: path.symlink_to(private / "secret"))  # type: ignore[misc]
 
 
 def _link_elsewhere(folder: Path, private: Path) -> None:
-    """Put a link to a folder with the same names in place of a folder."""
+    """Replace a folder by a link to a folder with the same file names."""
     for inner in (entry for entry in folder.iterdir() if entry.is_dir()):
         with contextlib.suppress(OSError):
             inner.rename(inner.with_name("moved"))
@@ -70,7 +70,7 @@ def _plant_locks(folder: Path, private: Path) -> None:
 
 
 def _plant_state(folder: Path, private: Path) -> None:
-    """Put links where key material may be looked for."""
+    """Put links where key material may be looked up."""
     for path in list(_files(folder)):
         if path.name.endswith(".parquet"):
             other = path.with_name(f"_KEY_MATERIAL_FOR_{path.name}.json")
@@ -90,7 +90,7 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
 
 
 def sees_values(folder: Path) -> bool:
-    """Return whether there is a value in plaintext that this user may read."""
+    """Return whether this user can read a value in plaintext."""
     for path in _files(folder):
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -103,12 +103,12 @@ def sees_values(folder: Path) -> bool:
 
 
 class Attacker:
-    """A process of another user that attacks when it is asked.
+    """A process of another user that attacks on request.
 
     Args:
         attack: One of ATTACKS.
         folder: Where this user may write.
-        private: A folder that is the victim's alone.
+        private: A folder that only the victim may use.
     """
 
     def __init__(self, attack: str, folder: Path, private: Path) -> None:
@@ -131,11 +131,11 @@ class Attacker:
         os.close(to_answers)
 
     def attack(self) -> None:
-        """Have it attack, and look for values."""
+        """Start the attack, and look for values."""
         self._ask(b"a")
 
     def look(self) -> None:
-        """Have it look for values."""
+        """Look for values."""
         self._ask(b"l")
 
     def _ask(self, request: bytes) -> None:

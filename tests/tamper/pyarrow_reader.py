@@ -1,4 +1,4 @@
-"""Reads files with pyarrow alone, in a process of its own: some attacks end it.
+"""Reads files with pyarrow alone, in a separate process: some attacks crash it.
 
     python pyarrow_reader.py FIRST_NUMBER FILE ...
 

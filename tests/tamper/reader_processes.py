@@ -1,4 +1,4 @@
-"""What readers of other engines make of the attacks, in processes of their own: some attacks end them."""
+"""How readers of other engines react to the attacks, in separate processes: some attacks crash them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from attacks import CRASHED, Attacked
 
 _TIME_LIMIT_SECONDS = 180
 _LAST = "sealed-length"
-"""Ends Spark: for attacks after this one, another JVM would have to be started."""
+"""Ends Spark: a later attack would need a new JVM."""
 
 
 def pyarrow_outcomes(attacked: Attacked) -> dict[str, str]:
-    """Return attack -> what pyarrow alone makes of it."""
+    """Return attack -> outcome in pyarrow alone."""
     return _outcomes(attacked, "pyarrow_reader.py")
 
 
 def spark_outcomes(attacked: Attacked) -> dict[str, str]:
-    """Return attack -> what Spark makes of it."""
+    """Return attack -> outcome in Spark."""
     return _outcomes(attacked, "spark_reader.py")
 
 
 def _outcomes(attacked: Attacked, reader: str) -> dict[str, str]:
-    """Return attack -> outcome; a reader that dies is started again for what is left."""
+    """Return attack -> outcome; a reader that dies is restarted for the remaining attacks."""
     names = {str(path): name for name, path in attacked.paths.items()}
     left = sorted(names, key=lambda path: names[path] == _LAST)
     outcomes: dict[str, str] = {}

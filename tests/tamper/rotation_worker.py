@@ -1,9 +1,9 @@
-"""Processes that rotate, read or write a data set again and again, until they are told to stop.
+"""Processes that rotate, read or write a data set repeatedly, until they are told to stop.
 
     python rotation_worker.py FOLDER KEYSTORE ACTION ...
 
-forks once for every action, after all imports. Each process prints a line when it begins, and leaves a file of
-JSON beside the keystore: how often it did so, and what went wrong.
+forks once for each action, after all imports. Each process prints a line when it begins, and leaves a file of
+JSON beside the keystore: how many times it acted, and what went wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plaintext_footer": {"key_material": "internal", "plaintext_footer": True},
     "external": {"key_material": "external"},
 }
-"""Begin of a file's name -> settings of its table."""
+"""Beginning of a file's name -> settings of its table."""
 
 
 class Worker:
@@ -55,7 +55,7 @@ class Worker:
         return self._rotate()
 
     def rotate_all(self) -> str | None:
-        """Rotate everything, so that there always is something to do."""
+        """Rotate everything, so that there is always work to do."""
         return self._rotate(older_than="1000000")
 
     def _rotate(self, **options: Any) -> str | None:
@@ -65,7 +65,7 @@ class Worker:
     def read(self) -> str | None:
         """Read each file and the data set, with ours and with pyarrow's CryptoFactory."""
         self._round += 1
-        # In turns with keys that were read before, and without.
+        # With cached keys and without, in turns.
         tools = self._tools if self._round % 2 else self._case.tools()
         for path in self._files:
             if not tools.read_table(path).equals(TABLE):
@@ -76,7 +76,7 @@ class Worker:
         return None if rows == len(self._files) * TABLE.num_rows else f"{rows} rows"
 
     def read_any(self) -> str | None:
-        """Read each file and the folder, whatever was written last."""
+        """Read each file and the folder, in whatever state the last writer left them."""
         for path in self._files:
             table = self._tools.read_table(path)
             if table.num_rows not in (2, TABLE.num_rows):
@@ -85,7 +85,7 @@ class Worker:
         return None
 
     def write(self) -> str | None:
-        """Write each file anew, and see that nobody puts the old one back."""
+        """Rewrite each file, and check that no process restores the old file."""
         self._round += 1
         for position, path in enumerate(self._files):
             table = pa.table({"a": [self._round, position], "b": ["x", "y"]})
@@ -98,7 +98,7 @@ class Worker:
 
 
 def work(action: str, folder: Path, keystore: Path, answer: Path) -> None:
-    """Do it until the file STOP is there beside the keystore."""
+    """Repeat the action until the file STOP exists beside the keystore."""
     worker = Worker(folder, keystore)
     act: Callable[[], str | None] = getattr(worker, action)
     rounds, failure = 0, None
@@ -127,7 +127,7 @@ def main(folder: Path, keystore: Path, actions: list[str]) -> None:
 
 
 def answer_of(keystore: Path, number: int) -> Path:
-    """Return the file in which a process says what it did."""
+    """Return the file for a process's report."""
     return keystore.with_name(f"answer-{number}.json")
 
 

@@ -1,6 +1,6 @@
-"""Scans data sets whose files go wrong after they were opened; a program, for Arrow might abort or hang.
+"""Scans data sets whose files go wrong after they were opened; a program, since Arrow might abort or hang.
 
-It prints the name of each fault that it got through.
+It prints the name of each fault that it survived.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ WAYS: dict[str, Callable[[Any], object]] = {
 
 
 def main(name: str, folder: Path) -> None:
-    """Go through all ways to read."""
+    """Run all ways to read."""
     fault, kind, is_of_one_file = FAULTS[name]
     kms = FaultyKms(MASTER_KEYS)
     tools = tools_of(kms)
@@ -119,7 +119,7 @@ def main(name: str, folder: Path) -> None:
 
     def reads() -> dict[str, Callable[[], object]]:
         found: dict[str, Callable[[], object]] = {}
-        if name != "deleted file":  # The folder would be listed without it.
+        if name != "deleted file":  # Otherwise the folder would be listed without it.
             found["read_table"] = lambda: tools.read_table(folder)
         for way, read in WAYS.items():
             dataset = tools.dataset(folder)
@@ -130,13 +130,13 @@ def main(name: str, folder: Path) -> None:
         fault(kms, paths[BAD])
         tools.clear_caches()
         if is_of_one_file:
-            # What is not asked for may be as it likes.
+            # The state of columns that are not requested does not matter.
             wanted = tools.dataset(folder).to_table(filter=pc.field("p") < BAD)
             assert wanted.num_rows == BAD * 50, way
         try:
             read()
         except Exception as error:
-            # These get no more than the text.
+            # These get only the text.
             assert isinstance(error, kind) or way in ("duckdb", "polars", "datafusion"), f"{way}: {error!r}"
             text = f"{error} {getattr(error, 'path', '')}"
             assert not is_of_one_file or str(paths[BAD]) in text, f"{way}: {error!r}"

@@ -1,8 +1,8 @@
-"""Reads files with Spark, in a process and a JVM of its own: some attacks end it.
+"""Reads files with Spark, in its own process and JVM: some attacks crash it.
 
     python spark_reader.py FIRST_NUMBER FILE ...
 
-prints what `pyarrow_reader.py` does.
+prints the same as `pyarrow_reader.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engines.spark import Spark, spark_session
 from py4j.protocol import Py4JError
 
 _LAST_WORDS = ("OutOfMemoryError", "SparkContext was shut down")
-"""Spark says so, and ends its JVM then: the error may come before the end, or not at all."""
+"""Spark reports this and then ends its JVM: the error may come before the end, or not at all."""
 
 
 def main(first: int, paths: list[str]) -> None:
@@ -38,7 +38,7 @@ def main(first: int, paths: list[str]) -> None:
             except Exception as exception:
                 outcome, error = REFUSED, str(exception)
                 if any(text in error for text in _LAST_WORDS):
-                    # Else the file after it would find the JVM gone, on a busy machine.
+                    # Otherwise, on a busy machine, the next file would find the JVM gone.
                     session.sparkContext._gateway.proc.wait(60)
                     raise
             print(json.dumps({"file": path, "outcome": outcome, "error": error}), flush=True)

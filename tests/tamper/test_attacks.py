@@ -1,4 +1,4 @@
-"""Every attack ends in the error and the rule that it must end in; pyarrow meets the same files."""
+"""Every attack ends in the expected error and rule; pyarrow meets the same files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_decrypt_file(attacked: Attacked, name: str) -> None:
 def test_all_readers_find_the_algorithm_that_is_not_so(attacked: Attacked, name: str) -> None:
     path, attack = attacked.paths[name], ATTACKS[name]
     target = path.with_name("target.parquet")
-    # A table that wants AES-GCM refuses it at once; this one believes what the file says.
+    # A table that wants AES-GCM refuses it at once; this table accepts the algorithm that the file names.
     with keytools(**POLICIES[attack.policy], algorithm="AES_GCM_CTR_V1") as reader:
         readers: dict[str, Callable[[], object]] = {
             "read_table": lambda: reader.read_table(path),
@@ -62,7 +62,7 @@ def test_verify(attacked: Attacked, name: str) -> None:
     if attack.rule is not None:
         assert attack.rule in broken
     assert conforms is attack.conforms, broken
-    # Only what leaves the data right, or cannot be detected, conforms.
+    # A file conforms only if the attack leaves the data right, or cannot be detected.
     assert not (attack.conforms and attack.error)
 
 
@@ -81,7 +81,7 @@ PYARROW_IS_DECEIVED = {
     "plaintext-columns",
     "plaintext-columns-signed",
 }
-"""It compares no file with a table, expects no AAD prefix with keys from a KMS, and takes plaintext files."""
+"""It compares no file with a table, expects no AAD prefix with keys from a KMS, and accepts plaintext files."""
 
 
 def test_pyarrow(attacked: Attacked) -> None:

@@ -1,4 +1,4 @@
-"""`erase --rewrite` killed at calls to the file system, or on a full disk: it can be repeated."""
+"""`erase --rewrite` killed at file system calls, or on a full disk: it can be repeated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class DataSet:
-    """Files with matching rows, and one without, and as many copies of them as wanted."""
+    """Files with matching rows, one without, and any number of copies of them."""
 
     def __init__(self, tmp_path: Path, kind: str) -> None:
         self.case = Case.make(tmp_path, "keystore", **KINDS[kind])
@@ -51,7 +51,7 @@ class DataSet:
         return Job("erase_rows", str(folder), str(keystore), self.case.settings, {"where": WHERE})
 
     def done(self, folder: Path) -> int:
-        """Return how many files are without the rows; every file is whole, as before or as it should be."""
+        """Return how many files are without the rows; each file is intact, either as before or as it should be."""
         tools, done = self.case.tools(), 0
         for name in FILES:
             table = tools.read_table(folder / name)
@@ -61,7 +61,7 @@ class DataSet:
         return done
 
     def assert_finished(self, folder: Path) -> None:
-        """A repetition does what is left, and only that; nothing stays behind."""
+        """A repeated run does only the remaining work, and leaves nothing behind."""
         done, tools = self.done(folder), self.case.tools()
         report = tools.erase_rows(folder, where=WHERE)
         assert report.counts[Outcome.ROWS_REMOVED] == len(FILES) - done and report.succeeded

@@ -1,4 +1,4 @@
-"""`erase` killed at each step: the repeated command ends with the key deleted, and a whole certificate."""
+"""`erase` killed at each step: the repeated command ends with the key deleted, and a complete certificate."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_a_run_that_is_killed_continues_when_repeated(crasher: Crasher, tmp_path
     whole = crasher.run(job(Path(shutil.copytree(template, tmp_path / "whole"))))
     assert whole.status == 0, whole.text
     names = [name for name, _ in whole.calls]
-    # The keystore, then the certificate, each by a rename.
+    # First the keystore, then the certificate, each by a rename.
     assert len(names) >= 6 and sum(name in ("rename", "replace", "link") for name in names) >= 2, whole.calls
     states = set()
     for point, name in enumerate(names, 1):
-        # After a call is before the next one.
+        # After one call is before the next one.
         modes = ["kill", *(["torn"] if name in WRITES else []), *(["after"] if point == len(names) else [])]
         for mode in modes:
             folder = Path(shutil.copytree(template, tmp_path / f"{mode}-{point}"))
@@ -79,7 +79,7 @@ def test_a_run_that_is_killed_continues_when_repeated(crasher: Crasher, tmp_path
                 assert mode == "torn" or ended.status == 0
             certificate = folder / "certificate.json"
             gone = "prod/acme" not in Keystore(folder / "keystore.json", passphrase).open().master_keys
-            # No certificate without a deletion, and no half certificate.
+            # No certificate without a deletion, and no partial certificate.
             assert gone or not certificate.exists()
             if certificate.exists():
                 assert json.loads(certificate.read_text())["proof"]["obtained"]

@@ -1,4 +1,4 @@
-"""Files of one tenant where another tenant's belong, and values that would name another key: each is refused."""
+"""Files of one tenant in another tenant's place, and values that would name another key: each is refused."""
 
 import base64
 import shutil

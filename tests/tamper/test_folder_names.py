@@ -1,4 +1,4 @@
-"""Names of folders that give values to protected columns: a file below one is neither read nor passed."""
+"""Folder names that give values to protected columns: a file below such a folder is not read, and is an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def case(tmp_path: Path) -> ViewCase:
 
 
 def moved(case: ViewCase, folder: str, name: str = "p0.parquet") -> Path:
-    """Write a file and move it to a folder, as somebody can who has no key."""
+    """Write a file and move it to a folder, as anyone without a key can."""
     place = case.folder / "data" / folder
     place.mkdir(parents=True, exist_ok=True)
     case.keytools().write_table(TABLE, case.folder / name)
@@ -153,7 +153,7 @@ def test_without_partitions_a_reader_of_the_data_set_may_have_it(case: ViewCase)
 
 
 def listed(view: Any) -> set[str]:
-    """Return what every way to list says; all say the same."""
+    """Return the result of every way to list; all agree."""
     answers = [
         set(view.find("")),
         set(view.glob("**/*.parquet")),
@@ -175,7 +175,7 @@ def test_it_is_not_listed_and_those_beside_it_are(case: ViewCase, denied_columns
     for _ in range(2):
         assert listed(view) == {"beside.parquet", "year=2024/p0.parquet"}
     assert not view.exists("ssn=EVIL/p0.parquet")
-    # Moved to where it belongs, it is there again.
+    # Moved back to its place, it is listed again.
     shutil.move(evil, case.folder / "data" / "back.parquet")
     assert "back.parquet" in view.find("")
 
@@ -284,7 +284,7 @@ def test_other_file_systems_are_judged_alike(case: ViewCase) -> None:
     memory.rm(root, recursive=True)
 
 
-# --- what looks at files for their owner ---
+# --- commands of the files' owner ---
 
 
 @pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)

@@ -1,4 +1,4 @@
-"""Plaintext footers that are made to take memory: nothing is built of them before their signature was verified."""
+"""Plaintext footers that are made to exhaust memory: nothing is built of them before the signature is verified."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from parquet_keytools.storage.locations import BufferSource
 
 _COUNT = 70_000
 _VARINT = b"\xf0\xa2\x04"
-"""Their number as it lies in the bytes."""
+"""Their count in encoded form."""
 
 
 def _list(code: int, element: bytes) -> bytes:
     return bytes([0xF0 | code]) + _VARINT + element * _COUNT
 
 
-# Each a value, and its type; it stands in place of the row groups and in a field that nobody knows.
+# Each is a value and its type; it replaces the row groups, and a field that no reader knows.
 _FORMS: dict[str, tuple[int, bytes]] = {
     "empty structs": (9, _list(12, b"\0")),
     "empty lists": (9, _list(9, b"\5")),
@@ -47,7 +47,7 @@ _FORMS: dict[str, tuple[int, bytes]] = {
 
 @cache
 def _columns(count: int) -> tuple[bytes, bytes]:
-    """Return schema and row groups of an honest footer with many columns."""
+    """Return schema and row groups of a genuine footer with many columns."""
     schema, chunks = bytearray(), bytearray()
     root = SchemaElement(Struct({4: (WireType.BINARY, b"schema"), 5: (WireType.I32, count)}))
     schema += root.serialise()
@@ -73,7 +73,7 @@ def _field(field_id: int, code: int, value: bytes) -> bytes:
 
 
 def _forged(data: bytes, form: str, place: int, signature: bytes, *, signed: bool = True) -> bytes:
-    """Return a file with another footer, which says the same of the encryption."""
+    """Return a file with another footer, and the same encryption fields."""
     length = int.from_bytes(data[-8:-4], "little")
     old, _ = FileMetaData.read(data[-8 - length : -8])
     kept = {i: old.struct.fields[i] for i in ((1, 2, 3, 8, 9) if signed else (1, 2, 3)) if i != place}
@@ -92,7 +92,7 @@ def _forged(data: bytes, form: str, place: int, signature: bytes, *, signed: boo
 
 
 def _peak(work: Callable[[], object]) -> tuple[int, object]:
-    """Return how much memory work takes at its peak, in bytes, and what it returns or raises."""
+    """Return the peak memory of a task in bytes, and what it returns or raises."""
     tracemalloc.start()
     try:
         try:
@@ -123,7 +123,7 @@ def _file(case: Case, tmp_path: Path, data: bytes) -> tuple[Keytools, Path]:
 
 
 def _some(works: dict[str, Callable[[], object]], form: str) -> list[tuple[str, Callable[[], object]]]:
-    """Return every third work, so that each comes with two forms, and each form with one work at least."""
+    """Return a third of the pairs, so that each task has two forms, and each form at least one task."""
     return list(works.items())[0 if SOAK else [*_FORMS, "10,000 columns"].index(form) % 3 :: 1 if SOAK else 3]
 
 
@@ -243,7 +243,7 @@ for path in map(Path, paths):
 
 
 def _run(limit: int, *paths: Path) -> list[tuple[str, int, str]]:
-    """Return what each command did in a process of its own, and how much memory the process took at most."""
+    """Return what each command did in its own process, and the peak memory of the process."""
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(limit), *map(str, paths)],
         capture_output=True, text=True, check=True, timeout=600,
@@ -299,7 +299,7 @@ def test_a_footer_is_refused_that_is_longer_than_the_configuration_accepts(tmp_p
     refused = f"the footer has {len(footer):,} bytes, and at most {len(footer) - 1:,} are accepted."
     for name, _, text in _run(len(footer) - 1, path):
         assert refused in text, (name, text)
-        # `keys` shows the error of each file in short.
+        # `keys` shortens the error of each file.
         assert name == "keys" or "raise `max_footer_bytes` under `reading`" in text, (name, text)
     for name, _, text in _run(len(footer), path):
         assert "are accepted" not in text, (name, text)

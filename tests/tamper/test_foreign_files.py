@@ -1,7 +1,7 @@
-"""Files that are not what their table says: of another table, or forged by whoever may use some key of the KMS.
+"""Files that do not match their table: from another table, or forged by somebody who may use some key of the KMS.
 
 An attacker can write to the storage, and may use master keys of other tables. Whatever they put there, no reader
-takes a byte of it, no command writes one, and nothing is unwrapped for it.
+uses a byte of it, no command writes one, and nothing is unwrapped for it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def aliases() -> dict[str, Any]:
 
 @pytest.fixture(params=["in_memory", "keystore", "aliases"])
 def made_of(request: pytest.FixtureRequest, keystore: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a configuration that say which KMS there is."""
+    """The parts of a configuration that define the KMS."""
     if request.param == "keystore":
         return {"kms": keystore}
     if request.param == "in_memory":
@@ -191,7 +191,7 @@ def test_no_reader_takes_it_and_no_file_is_written(tmp_path: Path, forgery: str,
         asked = kms.call_counts
         moves = name == "rekey_in_place to another table"
         if moves and policy is ADS and form != "plaintext footer":
-            # As a run that was interrupted left it: its readers would take it from anywhere.
+            # As an interrupted run left it: its readers would accept the file from anywhere.
             assert use(tools, path, tmp_path).counts == {RotationOutcome.ALREADY_CURRENT: 1}
             assert digests(tmp_path) == before, name
             continue
@@ -200,7 +200,7 @@ def test_no_reader_takes_it_and_no_file_is_written(tmp_path: Path, forgery: str,
         error = caught.value
         assert (error.path, error.table) == (str(path), "own"), name
         found = sorted((mismatch.what, mismatch.column or "") for mismatch in error.mismatches)
-        # What is wrong with the footer is found before columns can be looked at.
+        # Errors in the footer are found before columns are checked.
         whole = sorted((what, column or "") for what, column in expected)
         assert found == [entry for entry in whole if not entry[1]] or found == whole, name
         assert found, name
@@ -210,7 +210,7 @@ def test_no_reader_takes_it_and_no_file_is_written(tmp_path: Path, forgery: str,
         footers = 0 if any(column is None for _, column in expected) and not moves else 1
         assert len(forged.intersection(kms.keys_seen)) <= footers, f"{name}: at most the key of the footer"
         if name not in ("a folder", "dataset"):
-            # Of a folder, other files are in order.
+            # The other files of a folder are fine.
             assert asked["unwrap"] <= footers, f"{name}: at most the key of the footer"
         assert digests(tmp_path) == before, name
     report = tools.verify_file(path, table_name="own")
@@ -248,7 +248,7 @@ def test_a_folder_in_place_leaves_the_foreign_file_and_does_the_others(tmp_path:
 
 @pytest.fixture
 def configured(made_of: dict[str, Any], tmp_path: Path) -> Iterator[tuple[Keytools, Path]]:
-    """Tools of a configuration with tables, and its file."""
+    """Tools whose configuration has tables, and the configuration file."""
     made = document({}, ads=ADS) | made_of
     for number, (policy, _) in enumerate(FORGERIES.values()):
         made["tables"][f"forged {number}"] = policy
@@ -292,7 +292,7 @@ COMMANDS: dict[str, list[str]] = {
     [
         (name, is_folder)
         for number, name in enumerate(COMMANDS)
-        # `--in-place` comes with a file, and with a folder.
+        # `--in-place` takes a file or a folder.
         for is_folder in ((False, True) if SOAK else (number % 2 == 0,))
     ],
 )
@@ -327,7 +327,7 @@ def test_the_command_line_refuses_it_too(
 def test_key_material_that_comes_after_the_comparison_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
-    """The storage has no key material when columns are compared, and a foreign one afterwards."""
+    """The storage has no key material when columns are compared, and foreign key material afterwards."""
     kms = FaultyKms(MASTER_KEYS)
     tables = {
         "ads": ADS,
@@ -369,7 +369,7 @@ def test_key_material_that_comes_after_the_comparison_is_not_taken(
 
 
 def _say_footer_key_in_the_footer(path: Path) -> None:
-    """Put the external key material of the footer into the footer, which nothing authenticates."""
+    """Move the external key material of the footer into the footer, which nothing authenticates."""
     data = path.read_bytes()
     start = len(data) - 8 - struct.unpack("<I", data[-8:-4])[0]
     crypto, end = FileCryptoMetaData.read(data[start:-8])
@@ -438,11 +438,11 @@ def test_a_configuration_without_tables_reads_what_its_keys_open(tmp_path: Path)
         without.read_table(path, table_name="own")
 
 
-# --- what a table may say of keys from before ---
+# --- former keys of a table ---
 
 
 def test_files_from_before_a_move_are_read(tmp_path: Path) -> None:
-    """Until they are rotated, and after: the move is in the configuration, and neither key is a foreign one."""
+    """Until they are rotated, and after: the configuration names the move, and neither key is a foreign one."""
     before = POLICY | {"column_keys": {"old": ["a"], "kb": ["b"]}}
     made = document(in_memory(), before=before)
     tools = Keytools(parse_configuration(made))
@@ -575,7 +575,7 @@ HIDING_READS: dict[str, Callable[[Keytools, Path], object]] = {
 def test_another_master_key_in_key_material_hides_no_column(
     tmp_path: Path, named: str, read: Callable[[Keytools, Path], object]
 ) -> None:
-    """The reader may not use the key that is named there, or nobody has it: an error, and no missing column."""
+    """The reader may not use the key named there, or no such key exists: an error, and no missing column."""
     kms, tools, path = external(tmp_path)
     edit(path, masterKeyID=named)
     kms.fail("refused", "old", "ads")
@@ -587,7 +587,7 @@ def test_another_master_key_in_key_material_hides_no_column(
 def test_a_key_that_stands_for_that_of_the_table_hides_no_column(
     tmp_path: Path, read: Callable[[Keytools, Path], object]
 ) -> None:
-    """Whoever can edit key material chooses among the keys that a table trusts."""
+    """An attacker who can edit key material can choose among the keys that a table trusts."""
     kms, tools, path = external(tmp_path, also_trusted=["old"])
     edit(path, masterKeyID="old")
     kms.fail("refused", "old")
@@ -608,7 +608,7 @@ def test_the_very_key_of_the_table_hides_its_column(
 
 
 def test_a_disabled_version_in_a_wrapped_key_hides_no_column(tmp_path: Path, keystore: dict[str, Any]) -> None:
-    """Which version wrapped a key is in the wrapped key, and nothing authenticates that beside the file."""
+    """The version that wrapped a key is in the wrapped key, and nothing else authenticates it."""
     path = tmp_path / "keystore.json"
     shutil.copy(keystore["path"], path)
     made = document(keystore | {"path": str(path)}, reading={"denied_columns": "hide"})
@@ -634,7 +634,7 @@ def test_a_disabled_version_in_a_wrapped_key_hides_no_column(tmp_path: Path, key
         with Keytools(parse_configuration(made)) as tools, pytest.raises(ColumnAccessDeniedError) as caught:
             read(tools, file)
         assert isinstance(caught.value.causes[0], MasterKeyDisabledError)
-    # The whole key is another matter: its owner says so.
+    # A whole key is different: its owner decides.
     beside.write_text(genuine)
     opened.set_enabled("kb", False)
     with Keytools(parse_configuration(made)) as tools:
@@ -653,7 +653,7 @@ def test_without_a_table_nothing_is_hidden(tmp_path: Path) -> None:
     assert bare.read_table(path, columns=["plain", "a"]).equals(TABLE.drop_columns(["b"]))
 
 
-# --- values that the names of folders give ---
+# --- values from folder names ---
 
 
 FOLDER_READS: dict[str, Callable[[Keytools, Path], object]] = {
@@ -674,7 +674,7 @@ def folder_with_moved_file(tools: Keytools, folder: Path, name: str, table: pa.T
 
 @pytest.mark.parametrize("read", FOLDER_READS, ids=FOLDER_READS)
 def test_a_folder_gives_no_values_to_an_encrypted_column(tmp_path: Path, read: str) -> None:
-    """Who has no key moves an authentic file to `b=forged`: Arrow would take that for the values of `b`."""
+    """An attacker without a key moves an authentic file to `b=forged`: Arrow would take that for values of `b`."""
     name = "forged" if read == "a name of a column" else "b=forged"
     bare = {"version": 1, "kms": in_memory()}
     tools = Keytools(parse_configuration(document(in_memory())))
@@ -700,7 +700,7 @@ def test_nor_to_one_that_the_table_has_under_a_key_and_the_file_lacks(tmp_path: 
 
 @pytest.mark.parametrize("pattern", ["person.ssn", "person.*", "person"])
 def test_nor_to_a_column_of_which_a_part_is_under_a_key(tmp_path: Path, pattern: str) -> None:
-    """A file from before the table had the column: nothing but the folder says what is in it."""
+    """A file from before the table had the column: only the folder gives its value."""
     older = Keytools(
         parse_configuration(
             document(in_memory()) | {"tables": {"own": {"footer_key": "kf", "unlisted_columns": "plaintext"}}}

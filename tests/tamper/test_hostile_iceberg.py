@@ -1,4 +1,4 @@
-"""Metadata files and plaintext manifests that somebody made to do harm: they end in errors, within bounds."""
+"""Malicious metadata files and plaintext manifests: they end in errors, within bounds."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_no_request_goes_where_a_changed_metadata_file_says(lake: Lake, location
     with pytest.raises(ParquetFormatError, match=r"it names .*, which is in") as caught:
         lake.catalog().load_table("db.people").scan().to_arrow()
     assert location in str(caught.value)
-    # Whoever does have files there says so.
+    # A user who has files there declares it.
     with pytest.raises((KeytoolsError, OSError)) as after:
         lake.load(**{"keytools.location-mapping": f"{location}=file:///nowhere"}).scan().to_arrow()
     assert "which is in" not in str(after.value)
@@ -117,7 +117,7 @@ def test_what_is_no_file_is_not_read(lake: Lake, kind: str) -> None:
 
 
 def number(value: int) -> bytes:
-    """Return a positive number as Avro has it."""
+    """Return a positive number in Avro's encoding."""
     out = bytearray()
     value <<= 1
     while value >= 0x80:
@@ -137,7 +137,7 @@ LIST = {"type": "record", "name": "manifest_file", "fields": [
 
 
 def avro(schema: dict[str, Any] | str, codec: str, records: int, data: bytes) -> bytes:
-    """Return an Avro file with one block of any content; its schema may come as JSON."""
+    """Return an Avro file with one block of any content; its schema may be given as JSON."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     header = number(2) + string("avro.schema") + string(text) + string("avro.codec") + string(codec) + number(0)
     sync = b"s" * 16
@@ -168,7 +168,7 @@ def with_list(items: Any) -> dict[str, Any]:
 
 
 def nested(depth: int) -> str:
-    """Return a schema as JSON: no depth may be too much for what makes it."""
+    """Return a schema as JSON, built as text: a JSON encoder would not take any depth."""
     marked = json.dumps(with_list("nested"))
     records = (
         f'{{"type": "record", "name": "r{n}", "fields": [{{"name": "f", "field-id": {n + 1000}, "type": '
@@ -178,7 +178,7 @@ def nested(depth: int) -> str:
 
 
 HUGE = b"\xfe\xff\xff\xff\xff\xff\xff\xff\x7f"
-"""2^62 - 1 as Avro has it."""
+"""2^62 - 1 in Avro's encoding."""
 
 HOSTILE = {
     "deflate bomb": lambda: avro(LIST, "deflate", 1, deflated()),
@@ -220,11 +220,11 @@ def test_a_plaintext_manifest_list_that_does_harm_is_reported_and_never_decoded(
     assert problems == ["it is a plaintext file in an encrypted table"]
 
 
-# --- what a changed metadata file lets an honest commit do ---
+# --- a changed metadata file before an honest commit ---
 
 
 def change_and_find(lake: Lake, change: Callable[[dict[str, Any]], None], text: str) -> EncryptedTable:
-    """Change the metadata file; `verify` reports it, and the table is still loaded."""
+    """Change the metadata file; `verify` reports it, and the table still loads."""
     assert audit(lake, lake.load().metadata_location).findings == []
     location = claim(lake, change)
     findings = audit(lake, location).findings
@@ -233,7 +233,7 @@ def change_and_find(lake: Lake, change: Callable[[dict[str, Any]], None], text: 
 
 
 def bystander(lake: Lake, name: str) -> Path:
-    """Make another table, and return its metadata file."""
+    """Create another table, and return its metadata file."""
     other = create_table(lake.catalog(), f"db.{name}", rows(0, 1).schema, encryption_key="pii")
     other.append(rows(0, 1))
     return path_of(other.metadata_location)
@@ -317,12 +317,12 @@ def test_purging_a_table_deletes_no_file_outside_of_its_folder(lake: Lake) -> No
     claim(lake, put_into_log(f"file://{other}", f"file://{lake.folder}/keytools.yaml"))
     lake.catalog().purge_table("db.people")
     assert other.exists() and (lake.folder / "keytools.yaml").exists()
-    # The log does not name the first metadata file any more.
+    # The log no longer names the first metadata file.
     assert {path.suffix for path in lake.files()} == {".json"}
 
 
 def outside(lake: Lake, kind: str) -> str:
-    """Return a place outside of the folder of the table, as a metadata file may name it."""
+    """Return a place outside the table's folder, as a metadata file may name it."""
     elsewhere = lake.folder / "elsewhere"
     elsewhere.mkdir()
     (lake.table_folder / "link").symlink_to(elsewhere)
@@ -392,7 +392,7 @@ def test_the_catalog_names_other_places(lake: Lake) -> None:
     assert lake.ids() == list(range(7)) and list(elsewhere.rglob("*.parquet"))
     with pytest.raises(ParquetFormatError, match="outside of the folder"):
         lake.load().append(rows(7, 9))
-    # A new table or property with a place that the catalog does not list is refused at once.
+    # A new table or property whose place the catalog does not list is refused at once.
     data_path = {"write.data.path": f"file://{elsewhere}/more"}
     schema = rows(0, 1).schema
     with pytest.raises(ConfigurationError, match="does not list"):
@@ -457,7 +457,7 @@ def test_a_column_that_no_schema_of_a_manifest_has_is_found_in_its_files(lake: L
     merging = {"commit.manifest-merge.enabled": "true", "commit.manifest.min-count-to-merge": "1"}
     with table.transaction() as transaction:
         transaction.set_properties(merging)
-    # The manifest is written again, with the schema of now.
+    # The manifest is rewritten with the current schema.
     table.append(pa.table({"id": [9]}))
     table.maintenance.expire_snapshots().by_ids([s.snapshot_id for s in table.metadata.snapshots[:-1]]).commit()
 

@@ -1,7 +1,7 @@
-"""Somebody who can write to the storage, while keys are rotated and listed.
+"""An attacker who can write to the storage, while keys are rotated and listed.
 
-What lies in a data set, or beside its files, is never believed: not a label, and not key material that no
-authentic footer refers to. A rotation says "done" and `keys` says "not used" only of what was proven.
+Nothing in a data set, or beside its files, is believed without proof: no label, and no key material that no
+authentic footer refers to. A rotation reports "done" and `keys` reports "not used" only for what was proven.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ every_footer = pytest.mark.parametrize("plaintext_footer", [False, True])
 
 
 class CutOffError(BaseException):
-    """Stands for the end of a process."""
+    """Simulates the end of a process."""
 
 
 def cut_off_after(count: int) -> Callable[[FileRotation], None]:
@@ -53,7 +53,7 @@ def cut_off_after(count: int) -> Callable[[FileRotation], None]:
 
 
 def unknown_of(tools: Keytools, path: Path) -> Exception:
-    """Return why the keys of a file are not all known; whether it needs some other key is unknown, too."""
+    """Return why the keys of a file are not all known; whether it needs some other key is then unknown, too."""
     (file,) = tools.key_inventory(path)
     assert file.unknown is not None and file.depends_on("new") is not False
     assert [found.path for found in tools.files_using("new", path)] == [str(path)]
@@ -66,7 +66,7 @@ def replace_tail(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(path.read_bytes()[: tail.offset] + change(tail.data))
 
 
-# --- files that were put back ---
+# --- restored old files ---
 
 
 @every_key_material
@@ -107,7 +107,7 @@ def test_a_rekeyed_file_that_was_put_back_is_rekeyed_again(tmp_path: Path, key_m
 
 
 def relabel(data: bytes) -> bytes:
-    """Say of all that the first version wrapped that the second one did."""
+    """Relabel everything that the first version wrapped as wrapped by the second one."""
     assert b"keystore:v1:" in data
     return data.replace(b"keystore:v1:", b"keystore:v2:")
 
@@ -156,7 +156,7 @@ def test_an_entry_that_was_changed_is_not_believed(
         elif name == "wrappedKEK":
             fields[name] = relabel(fields[name].encode()).decode()
         else:
-            # Of another column: the KEK is right, and the DEK is that of nobody here.
+            # From another column: the KEK is right, and the DEK belongs to none of these columns.
             others = [other for other in entries if other != reference and other.startswith("column")]
             same_kek = [o for o in others if entries[o]["wrappedKEK"] == fields["wrappedKEK"]]
             fields[name] = entries[(same_kek or others)[0]][name]
@@ -172,7 +172,7 @@ def test_an_entry_that_was_changed_is_not_believed(
 
 
 def test_the_new_key_of_a_footer_does_not_vouch_for_old_keys_of_columns(tmp_path: Path) -> None:
-    """The key metadata of the footer stands before the encrypted footer: it goes with an older one, too."""
+    """The footer's key metadata precedes the encrypted footer: it can be combined with an older footer, too."""
     case = Case.make(tmp_path, "keystore")
     path = case.write()
     tail, _ = read_tail(FileLocation.resolve(path))
@@ -264,7 +264,7 @@ def test_what_is_nobodys_is_dropped_where_nothing_else_is_to_do(tmp_path: Path) 
 
 @pytest.mark.parametrize("seconds_ago", [0, 2 * 3600, None])
 def test_elsewhere_a_writer_on_another_machine_may_need_it_yet(tmp_path: Path, seconds_ago: int | None) -> None:
-    """Key material is written before the file that refers to it: without its entries that file would be lost."""
+    """Key material is written before the file that refers to it: without its entries, that file would be lost."""
     case = Case.make(tmp_path, "keystore", key_material="external")
     path = case.write()
     stash(case, path)
@@ -311,7 +311,7 @@ def test_in_spark_no_task_has_it_re_wrapped(tmp_path: Path, monkeypatch: pytest.
     spark: Any = FakeSpark(2)
     assert pipelines.rotate(spark, case.folder, config).outcomes == {"rotated": 1}
     assert len(rewrapped) == 2 and set(external_entries(path)) == {"footerKey", "columnKey0"}
-    # A forged entry is no answer, either.
+    # A forged entry does not count, either.
     entries = external_entries(path)
     entries["columnKey0"]["masterKeyID"] = "kb"
     key_material_file(path).write_text(json.dumps({name: json.dumps(entry) for name, entry in entries.items()}))
@@ -328,7 +328,7 @@ def test_in_spark_no_task_has_it_re_wrapped(tmp_path: Path, monkeypatch: pytest.
 def test_a_file_of_another_table_is_not_moved(
     tmp_path: Path, key_material: str, plaintext_footer: bool, where: str
 ) -> None:
-    """Tables share the master key of footers, and somebody copied a file of one into the folder of the other."""
+    """Tables share the master key of footers, and an attacker copied a file of one into the other's folder."""
     case = Case.make(
         tmp_path, "in_memory", key_material=key_material, plaintext_footer=plaintext_footer, aad_prefix="logs"
     )
@@ -354,7 +354,7 @@ def test_a_file_of_another_table_is_not_moved(
         assert outcomes[path].outcome is Outcome.FAILED and str(path) in str(outcomes[path].error), path
     changed = {name for name, digest in tree_digest(case.folder).items() if before.get(name) != digest}
     assert all("own" in name for name in changed)
-    # A run that goes on finds what is moved already.
+    # A run that continues finds files that are moved already.
     again = rotate(case.folder)
     assert {file.path for file in again.failures} == set(map(str, paths)) and not again.counts[Outcome.ROTATED]
 
@@ -376,7 +376,7 @@ def test_with_several_tables_a_file_is_of_one_of_them(tmp_path: Path) -> None:
 
 
 def test_the_keys_of_footer_and_columns_are_those_of_one_table(tmp_path: Path) -> None:
-    """What is put together of two tables is of neither, and nobody unwraps the footer's key of what is of none."""
+    """A mixture of two tables belongs to neither, and no footer key is unwrapped for a file of no table."""
     case = Case.make(tmp_path, "in_memory")
     of_other: dict[str, Any] = {
         "footer_key": "ka",

@@ -24,7 +24,7 @@ ADDED = list(range(100, 105))
 
 
 class Worker:
-    """The process that forks one for each order."""
+    """The process that forks for each order."""
 
     def __init__(self, folder: Path) -> None:
         self.steps = folder / "steps.json"
@@ -97,7 +97,7 @@ def test_a_kill_at_each_step_loses_nothing_and_leaks_nothing(
         assert report.findings == []
         assert report.orphans is not None
         left = {f"file://{path}" for path in lake.files() - files}
-        # A commit that was killed leaves files, and each of them is named; one that was done leaves none.
+        # A killed commit leaves files, and each of them is reported; a completed commit leaves none.
         assert set(report.orphans) == (set() if committed else left), steps[point]
         lake.assert_no_plaintext()
         lake.load().append(rows(200, 202))

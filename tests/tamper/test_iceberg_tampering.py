@@ -1,4 +1,4 @@
-"""Every link of an encrypted Iceberg table changed, cut, swapped or taken from elsewhere: refused, by its name."""
+"""Each link of an encrypted Iceberg table, changed, cut, swapped or taken from elsewhere: refused by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Victim:
         return [file["path"] for file in self.expected.snapshots[number]["files"]]
 
     def read(self, location: str) -> bytes:
-        """Read a file of the last snapshot by way of its manifests."""
+        """Read a file of the last snapshot through its manifests."""
         table = self.load()
         assert isinstance(table.io, EncryptedFileIO)
         current = table.current_snapshot()
@@ -63,7 +63,7 @@ class Victim:
         return table.io.read_all(location)
 
     def change(self, location: str, change: Callable[[bytes], bytes]) -> Callable[[], None]:
-        """Change a file, and return what undoes it."""
+        """Change a file, and return a function that undoes it."""
         path = self.path(location)
         before = path.read_bytes()
         after = change(before)
@@ -76,19 +76,19 @@ class Victim:
         return undo
 
     def claim(self, change: Callable[[dict[str, Any]], None]) -> None:
-        """Change the metadata file, which nobody authenticates."""
+        """Change the metadata file, which is not authenticated."""
         document = json.loads(json.dumps(self.document))
         change(document)
         assert document != self.document
         self.metadata_file.write_text(json.dumps(document))
 
     def entry(self, document: dict[str, Any], number: int) -> dict[str, Any]:
-        """Return the entry of the manifest list of a snapshot."""
+        """Return a snapshot's entry of the manifest list."""
         key_id = document["snapshots"][number]["key-id"]
         return next(entry for entry in document["encryption-keys"] if entry["key-id"] == key_id)
 
     def kek(self, document: dict[str, Any], number: int) -> dict[str, Any]:
-        """Return the entry of the KEK of a snapshot."""
+        """Return a snapshot's entry of the KEK."""
         key_id = self.entry(document, number)["encrypted-by-id"]
         return next(entry for entry in document["encryption-keys"] if entry["key-id"] == key_id)
 
@@ -260,7 +260,7 @@ def test_each_region_of_a_data_file_counts(rotated: Victim) -> None:
     size = rotated.path(location).stat().st_size
     for place in [*range(0, 60, 3), *range(60, size, 151), *range(size - 40, size, 3)]:
         undo = rotated.change(location, lambda data, at=place: flipped(data, at))  # type: ignore[misc]
-        # Indexes and Bloom filters are read by `verify` alone.
+        # Only `verify` reads indexes and Bloom filters.
         with pytest.raises(Exception, match="data file") as caught:
             rotated.scan()
             rotated.read(location)
@@ -289,7 +289,7 @@ def test_files_are_not_swapped_or_cut(rotated: Victim) -> None:
         path.write_bytes(content)
         with pytest.raises(DecryptionError, match=f"the data file {first} has .* bytes"):
             rotated.scan()
-    # With the length that is listed, it is the key that does not fit.
+    # With the listed length, the key does not fit.
     padded = (
         foreign[:4] + bytes(len(original) - len(foreign)) + foreign[4:] if len(original) > len(foreign) else b""
     )
@@ -300,7 +300,7 @@ def test_files_are_not_swapped_or_cut(rotated: Victim) -> None:
 
 
 def test_key_metadata_is_not_exchanged(rotated: Victim) -> None:
-    """As if whoever has the key of a manifest had swapped the keys of two files in it."""
+    """As if an attacker with the key of a manifest had swapped the keys of two files in it."""
     table = rotated.load()
     assert isinstance(table.io, EncryptedFileIO)
     assert table.scan().to_arrow().num_rows == 240
@@ -315,7 +315,7 @@ def test_key_metadata_is_not_exchanged(rotated: Victim) -> None:
 
 
 def test_snapshots_do_not_exchange_their_manifest_lists(rotated: Victim) -> None:
-    """Each list with its own key: only the list itself says whose it is."""
+    """Each list has its own key: only the list itself says which snapshot it belongs to."""
 
     def exchange(document: dict[str, Any]) -> None:
         one, two = document["snapshots"][:2]

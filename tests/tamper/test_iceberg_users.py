@@ -35,11 +35,11 @@ def test_writers_and_readers_lose_nothing(tmp_path: Path) -> None:
     )
     assert len(acknowledged) == 3 * sum(result.get("turns", 0) for result in results) >= 3 * writers
     assert lake.ids() == lake.outside_ids_of(lake.load().metadata_location) == acknowledged
-    # Each commit is one snapshot, and only those that found no KEK made one.
+    # Each commit is one snapshot, and only commits that found no KEK made one.
     metadata = lake.metadata()
     assert len(metadata["snapshots"]) == sum(result.get("commits", 0) for result in results)
     assert sum("properties" in entry for entry in metadata["encryption-keys"]) == 1
-    # Commits that came second left nothing.
+    # Commits that lost the race left nothing.
     located = located_table(lake.load().metadata_location, tmp_path / "keytools.yaml")
     report = TableAudit(located, with_data=True).run()
     assert report.findings == [] and report.encryption.unneeded_keys == ()

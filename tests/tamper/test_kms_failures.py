@@ -1,4 +1,4 @@
-"""Whatever a KMS does: an operation ends with our error, never with a signal, and never hangs."""
+"""Whatever a KMS does, an operation ends with our error, never with a signal, and never hangs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def group(name: str) -> Any:
 def test_writing(outcomes: dict[str, dict[str, Any]], case: worker.Case) -> None:
     outcome = outcome_of(outcomes, case)
     if case.failure == "wrong_key":
-        # A KMS that wraps another key is found out when that is unwrapped: then nothing is returned for true.
+        # A KMS that wraps another key is detected when that key is unwrapped: then no data is returned.
         assert "error" not in outcome and outcome["left"], outcome
         of_footer = "KeyMaterialError" if case.double else "DecryptionError"
         assert outcome["read"] == ("ColumnAccessDeniedError" if case.failing == "column" else of_footer), outcome
@@ -75,5 +75,5 @@ def test_reading_without_the_footer_key(outcomes: dict[str, dict[str, Any]], cas
 
 @group("others")
 def test_other_columns_go_on(outcomes: dict[str, dict[str, Any]], case: worker.Case) -> None:
-    """One refused key must not take the rest of the table away."""
+    """One refused key must not affect the rest of the table."""
     assert outcome_of(outcomes, case).get("result") == worker.ROWS, outcomes[case.name]

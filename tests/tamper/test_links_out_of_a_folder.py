@@ -1,4 +1,4 @@
-"""Work in place stays in the folder that was named, wherever links in it lead."""
+"""Work in place stays in the named folder, wherever links in it lead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHANGES: dict[str, Change] = {
 
 
 class Folders:
-    """A data set `mine`, and another one beside it, `theirs`, to which the same keys belong."""
+    """A data set `mine`, and another one beside it, `theirs`, with the same keys."""
 
     def __init__(self, case: Case, tmp_path: Path) -> None:
         self.case = case
@@ -170,7 +170,7 @@ def test_a_link_within_the_folder_changes_each_file_once(folders: Folders) -> No
 
 
 def test_several_named_places_are_one(folders: Folders) -> None:
-    """A link from one of them to another one does not leave what was named."""
+    """A link between two named folders does not leave them."""
     (folders.mine / "link").symlink_to(folders.theirs)
     both = FileLocation.resolve_all([folders.mine, folders.theirs])
     report = folders.case.tools().rekey_in_place(both)
@@ -180,7 +180,7 @@ def test_several_named_places_are_one(folders: Folders) -> None:
     assert [Path(file.path) for file in report.failures] == [folders.mine / "link"]
 
 
-# --- other doors ---
+# --- other entry points ---
 
 KEYS = {name: base64.b64encode(name.encode() * 8).decode() for name in ("kf", "ka", "nw")}
 

@@ -1,4 +1,4 @@
-"""`rekey --in-place --table --to-table`, from one key for all to keys of tenants: killed, and repeated."""
+"""`rekey --in-place --table --to-table`, from one key for all to a key for each tenant: killed, and repeated."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def place(source: str, tenant: str) -> str:
 
 
 class Move:
-    """A data set under one key for all, and the command that moves it."""
+    """A data set under one key for all tenants, and the command that moves it."""
 
     def __init__(self, folder: Path, source: str, **table: Any) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ def test_killed_and_repeated(tmp_path: Path, crasher: Crasher, source: str, key_
             result = move.run(data, "--json")
             assert result.exit_code == 0, result.output
             assert move.master_keys(data) == moved
-            # What was done stays, byte for byte; `done` is without files whose old key material was left.
+            # Finished files stay, byte for byte; `done` excludes files whose old key material was left.
             assert all((data / name).read_bytes() == before[data / name] for name in done)
             counts = json.loads(result.stdout)["counts"]
             assert counts.get("already current", 0) == len(done) and counts.get("rekeyed", 0) == 4 - len(done)
@@ -120,7 +120,7 @@ def test_what_is_no_file_of_either_table_is_not_taken_for_done(tmp_path: Path) -
     move = Move(tmp_path, "partition")
     data = tmp_path / "data"
     assert move.run(data).exit_code == 0
-    # Of another tenant, moved here; and of an interrupted run with another key.
+    # From another tenant, moved here; and from an interrupted run with another key.
     shutil.move(data / "tenant=acme" / "0.parquet", data / "tenant=bolt" / "moved.parquet")
     result = move.run(data, "--json")
     assert result.exit_code == 1

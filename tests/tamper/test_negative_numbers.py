@@ -1,4 +1,4 @@
-"""Page headers whose numbers have another sign: of a writer with keys, or anybody where pages are in plaintext."""
+"""Page headers with a number of flipped sign: by a writer with keys, or by anyone if pages are in plaintext."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def flip_sign(struct: Struct, path: FieldPath) -> None:
 
 @functools.cache
 def files(kind: str) -> list[tuple[str, bytes]]:
-    """Return files with one number of one page header each that has another sign."""
+    """Return files that each have one number of one page header with a flipped sign."""
     made = []
     for plain in PLAIN_FILES:
         for wanted in PAGES:
@@ -137,7 +137,7 @@ def inspected(tools: Keytools, path: Path) -> pa.Table:
 def test_no_reader_ends_or_gives_wrong_values(
     tmp_path: Path, kind: str, read: Callable[[Keytools, Path], pa.Table]
 ) -> None:
-    """The message is ours, or pyarrow's for what only it looks at."""
+    """The message is ours, or pyarrow's for fields that only pyarrow checks."""
     path = tmp_path / "x.parquet"
     right = [TABLE, TABLE.slice(ROW_GROUP_ROWS)] if read is salvaged else [TABLE]
     refused = 0

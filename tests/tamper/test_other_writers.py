@@ -1,4 +1,4 @@
-"""Commands while others write: what lands meanwhile, the locks of our writers, who may read what comes out."""
+"""Commands while others write: files that arrive meanwhile, the locks of our writers, the mode of the output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_file_that_lands_during_a_slow_sync_is_not_lost(
 
 
 def test_what_is_behind_a_link_is_not_deleted(tmp_path: Path, case: Case) -> None:
-    """Whoever may write to a data set puts a link there: who overwrites it may delete more than they may."""
+    """A user who may write to a data set puts a link there: overwriting it may delete more than they could."""
     tools, folder, elsewhere = case.tools(), tmp_path / "data set", tmp_path / "elsewhere"
     options: dict[str, Any] = {"existing_data_behavior": "delete_matching"}
     (elsewhere / "below").mkdir(parents=True)
@@ -69,7 +69,7 @@ def test_what_is_behind_a_link_is_not_deleted(tmp_path: Path, case: Case) -> Non
 
 
 def test_a_data_set_is_overwritten_under_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a rotation puts old key material over new, and nobody can read the file any more."""
+    """Otherwise a rotation overwrites new key material with old, and the file is lost."""
     case = Case.make(tmp_path, "in_memory", key_material="external")
     tools = case.tools()
     options: dict[str, Any] = {"existing_data_behavior": "overwrite_or_ignore"}
@@ -141,7 +141,7 @@ def test_a_full_disk_ends_a_rekey_of_a_folder_once(case: Case, monkeypatch: pyte
 def test_key_material_stays_with_a_file_that_is_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
-    """An error after the rename is one, and takes no keys away from the file that is there by then."""
+    """An error after the rename is reported, and removes no keys of the file that is there by then."""
     case = Case.make(tmp_path, "in_memory", key_material="external")
     path, tools = case.write(), case.tools()
     inode, fsync = path.stat().st_ino, os.fsync
@@ -194,7 +194,7 @@ def test_what_is_no_file_is_not_replaced(case: Case, tmp_path: Path, kind: str) 
 def test_a_data_set_is_written_where_a_killed_process_left_a_part(
     case: Case, tmp_path: Path, is_dead: bool
 ) -> None:
-    """Arrow writes into an empty folder alone, and would count the temporary file."""
+    """Arrow writes only into an empty folder, and would count the temporary file."""
     folder = tmp_path / "killed"
     folder.mkdir()
     left = folder / temporary_name("part-0.parquet")
@@ -202,7 +202,7 @@ def test_a_data_set_is_written_where_a_killed_process_left_a_part(
         file.write(b"PAR1")
         file.flush()
         if not is_dead:
-            # As its writer has it as long as it lives.
+            # Its writer holds this lock as long as it lives.
             fcntl.flock(file, fcntl.LOCK_EX)
             before = names(folder)
             with pytest.raises(pa.ArrowInvalid):

@@ -1,4 +1,4 @@
-"""Bytes moved between AAD prefix and file unique, in every reader: neither key nor cipher can show it."""
+"""Bytes moved between AAD prefix and file unique, in every reader: neither key nor cipher can detect it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 class CountingKms(InMemoryKms):
-    """Counts what it is asked for."""
+    """Counts its calls."""
 
     def __init__(self) -> None:
         key = b"0123456789012345"
@@ -65,13 +65,13 @@ def unwrapped(keytools: Keytools) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """How bytes are moved; `part1` is the name that the file is read under.
+    """How bytes are moved; `part1` is the name under which the file is read.
 
     Attributes:
-        prefix: What the honest writer used.
-        shown_prefix: What the file shows then.
-        shown_unique: The same.
-        unique: What the honest writer used.
+        prefix: The honest writer's prefix.
+        shown_prefix: The prefix that the file then shows.
+        shown_unique: The file unique that the file then shows.
+        unique: The honest writer's file unique.
     """
 
     prefix: bytes
@@ -90,7 +90,7 @@ MOVES = {
     "a delimiter out of the file unique": Move(b"t/part", b"t/part1\0", UNIQUE[2:], b"1\0" + UNIQUE[2:]),
     "most of a prefix": Move(b"t/part1/of/another/table\0", b"t/part1", b"/of/another/table\0" + UNIQUE),
 }
-"""What "the beginning of the file unique" shows looks like an honest file: its writer made 10 bytes."""
+"""The case "the beginning of the file unique" looks like an honest file: its writer made 10 bytes."""
 
 CANNOT_BE_SEEN = {"the beginning of the file unique"}
 moves = pytest.mark.parametrize("move", [name for name in MOVES if name not in CANNOT_BE_SEEN])
@@ -173,7 +173,7 @@ def test_the_honest_file_is_read(tmp_path: Path, layout: str) -> None:
                     assert found.column("other").to_pylist() == list(range(20))
             assert reader.verify_file(path).conforms
             assert reader.verify_file(path).result("prefix-expected").outcome is Outcome.HOLDS
-    # Somebody else's prefix is none of the two.
+    # Another prefix is neither of the two.
     with tools(**LAYOUTS[layout]) as reader, pytest.raises(DecryptionError):
         reader.read_table(path, aad_prefix="t/part")
 
@@ -268,14 +268,14 @@ def test_what_is_written_ends_in_nul(tmp_path: Path, layout: str) -> None:
 def test_a_prefix_of_bytes_in_every_reader(prefix: bytes, is_stored: bool, tmp_path: Path) -> None:
     path, target = tmp_path / "part1", tmp_path / "target"
     text = "base64:" + base64.b64encode(prefix).decode()
-    # The table says it in the text form.
+    # The table gives it in the text form.
     with tools(aad_prefix=text, store_aad_prefix=is_stored) as keytools:
         keytools.write_table(data(), path)
         (opened,) = key_service(keytools).open_files([_location(path)], None, None)
         assert opened.footer.aad_prefix == prefix.removesuffix(b"\0") + b"\0"
         assert keytools.read_table(path).equals(data())
         assert keytools.verify_file(path).conforms
-    # Another writer's file, without a delimiter of ours, and the caller says it.
+    # Another writer's file, without our delimiter, and the caller says so.
     with tools(aad_prefix=None, store_aad_prefix=True) as keytools:
         for given in (prefix, text):
             write(keytools, path, prefix)
@@ -338,7 +338,7 @@ def test_what_only_looks_at_a_file_knows_both_forms(tmp_path: Path, layout: str,
 
 
 def test_files_of_both_forms_are_one_data_set(tmp_path: Path) -> None:
-    """The delimiter is no part of the name: it neither hides a gap nor makes two of one prefix."""
+    """The delimiter is not part of the name: it neither hides a gap nor splits one prefix into two."""
     with tools(aad_prefix="t/{file_name}") as keytools:
         for number, end in ((0, b""), (1, b"\0"), (3, b"")):
             name = f"part-{number}.parquet"
@@ -454,7 +454,7 @@ def test_inspect_shows_where_a_prefix_ends(tmp_path: Path) -> None:
         assert "\0" not in drawn
         line = next(line for line in drawn.splitlines() if "AAD prefix" in line)
         shown[prefix] = fields["aad_prefix"], fields["aad_prefix_escaped"], line
-    # What can be given to a reader, and what tells any two apart.
+    # The first value can be given to a reader; the second one distinguishes any two prefixes.
     assert shown[b"t/part1\0"][:2] == ("t/part1", "t/part1\\x00")
     assert shown[b"t/part1"][:2] == ("t/part1", "t/part1")
     assert shown[b"t/part1\\x00"][1] == "t/part1\\\\x00"
@@ -467,7 +467,7 @@ def test_inspect_shows_where_a_prefix_ends(tmp_path: Path) -> None:
 
 
 def test_pyarrow_reads_part10_as_part1(tmp_path: Path) -> None:
-    """The specification's own example (4.4.1), as docs/aad-prefix-boundary.md tells it."""
+    """The specification's own example (4.4.1), as described in docs/aad-prefix-boundary.md."""
     path, key = tmp_path / "part10", b"0123456789012345"
     properties = pe.create_encryption_properties(
         key, aad_prefix=b"employees_23May2018.part10", store_aad_prefix=False
@@ -479,7 +479,7 @@ def test_pyarrow_reads_part10_as_part1(tmp_path: Path) -> None:
     present(tmp_path / "part1", None, b"0" + (unique or b""), supply=True)
     expected = pe.create_decryption_properties(key, aad_prefix=b"employees_23May2018.part1")
     assert pq.read_table(tmp_path / "part1", decryption_properties=expected).equals(data(1000))
-    # Its own file does not read under the name of the other one as long as nothing is moved.
+    # Its own file does not read under the other name as long as no bytes are moved.
     with pytest.raises(OSError):
         pq.read_table(path, decryption_properties=expected)
     present(tmp_path / "part1", b"employees_23May2018.part1", b"0" + (unique or b""))
@@ -497,10 +497,10 @@ _BARE = {"compression": "none", "use_dictionary": False, "write_statistics": Fal
 
 
 def forged(folder: Path, writer: Callable[[pa.Table, Path], object], wanted: list[int]) -> Path:
-    """Return a file that says what its attacker wants.
+    """Return a file with metadata of the attacker's choice.
 
-    He has no key. He chooses values that somebody encrypts with the key of the footer, and writes to the storage:
-    a page of these values is the footer of his file.
+    The attacker has no key, chooses values that somebody encrypts with the footer key, and writes to the storage:
+    a page of these values is the footer of the attacker's file.
     """
     plain = folder / "wanted"
     pq.write_table(_numbers(wanted), plain, **_BARE)
@@ -516,7 +516,7 @@ def forged(folder: Path, writer: Callable[[pa.Table, Path], object], wanted: lis
     crypto, _ = FileCryptoMetaData.read(data[-8 - struct.unpack("<I", data[-8:-4])[0] : -8])
     parameters = crypto.encryption_algorithm.aes_gcm_v1
     assert parameters is not None and parameters.aad_file_unique is not None
-    # A data page, row group 0, column 0, page 0; the last byte is left to be the type of a footer.
+    # A data page, row group 0, column 0, page 0; the last byte remains as the type of a footer.
     parameters.aad_file_unique += b"\2\0\0\0\0\0"
     body = crypto.serialise() + page
     path = folder / "forged" / "part1"
@@ -554,7 +554,7 @@ def test_our_readers_do_not(tmp_path: Path, prefix: str | None) -> None:
         assert unwrapped(reader) == 0
         report = reader.verify_file(path)
         assert "file-unique-length" in {r.rule.id for r in report.rules if r.outcome is Outcome.BROKEN}
-    # Nor where there is no table to say that nothing is in plaintext.
+    # Nor without a table that forbids plaintext.
     with tools(tables={}) as reader:
         for read in readers(reader, path, target).values():
             with pytest.raises((DecryptionError, ConfigurationError)):
@@ -565,7 +565,7 @@ def test_our_readers_do_not(tmp_path: Path, prefix: str | None) -> None:
 
 @pytest.mark.parametrize("length", [0, 3, 6, 8, 11, 13, 14])
 def test_nor_where_bytes_are_moved_to_the_prefix_then(tmp_path: Path, length: int) -> None:
-    """Of 14 bytes so many stay in the file unique; with 8 of them, the file looks as any other does."""
+    """This many of 14 bytes stay in the file unique; with 8 of them, the file looks like any other."""
     with tools(column_keys={}, aad_prefix=None) as writer:
 
         def write_one_page(table: pa.Table, path: Path) -> None:

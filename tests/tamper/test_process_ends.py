@@ -1,6 +1,6 @@
-"""Short programs end with their exit status, whatever threads of Arrow still hold of ours.
+"""Short programs end with their exit status, whatever Python objects Arrow's threads still hold.
 
-Each is a process of its own, for only the end of an interpreter shows it: alone, and beside four times as many
+Each is a separate process, since only the end of an interpreter shows it: alone, and beside four times as many
 busy processes as there are cores.
 """
 
@@ -151,11 +151,11 @@ NEEDING_PANDAS = ("pandas", "Dask")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a configuration, two files in a folder, and one of which a page is damaged."""
+    """Return a folder with a configuration, two files in a folder, and a file with a damaged page."""
     folder = tmp_path_factory.mktemp("ends")
     (folder / "keytools.yaml").write_text(YAML)
     (folder / "keytools.yaml").chmod(0o600)
-    # It is slow to import, and pyarrow does without.
+    # It is slow to import, and pyarrow does not need it.
     (folder / "without_pandas").mkdir()
     (folder / "without_pandas" / "pandas.py").write_text("raise ImportError")
     keytools = Keytools.from_yaml(folder / "keytools.yaml")
@@ -173,7 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Return what keeps all cores busy, once a program has it go on."""
+    """Return code that keeps all cores busy, once a program starts it."""
     command = [sys.executable, "-c", f"import os\nwhile os.getppid() == {os.getpid()}: pass"]
     processes = [subprocess.Popen(command) for _ in range(4 * (os.cpu_count() or 1))]
     for process in processes:

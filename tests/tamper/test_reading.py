@@ -1,4 +1,4 @@
-"""Files that somebody altered or exchanged, and what reading them ends in."""
+"""Files that an attacker altered or exchanged, and the errors in reading them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ every_reader = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 
 @every_reader
 def test_a_plaintext_file_is_refused(path: Path, read: Callable[[Keytools, Path], object]) -> None:
-    """Whoever can write to the storage could else put any data there; pyarrow takes it."""
+    """Otherwise, anyone who can write to the storage could put any data there; pyarrow accepts it."""
     pq.write_table(TABLE, path)
     with pytest.raises(NotEncryptedError, match="plaintext_files"):
         read(keytools(), path)
@@ -114,7 +114,7 @@ def test_a_file_of_ctr_may_be_refused(path: Path, read: Callable[[Keytools, Path
 
 @pytest.mark.parametrize("has_table", [True, False])
 def test_no_command_takes_a_refused_file_of_ctr(path: Path, tmp_path: Path, *, has_table: bool) -> None:
-    """Without a table there is nothing else that says which algorithm is right."""
+    """Without a table, nothing else says which algorithm is right."""
     keytools(algorithm="AES_GCM_CTR_V1").write_table(TABLE, path)
     tools = keytools(algorithm="AES_GCM_CTR_V1", reading={"ctr_files": "reject"})
     if not has_table:
@@ -142,7 +142,7 @@ def test_plaintext_files_may_be_allowed(path: Path) -> None:
 
 
 def test_a_plaintext_footer_without_its_signature(path: Path) -> None:
-    """The field that says that the file is encrypted is itself in the footer that anyone can rewrite."""
+    """The field that marks the file as encrypted is itself in the footer, which anyone can rewrite."""
     keytools(plaintext_footer=True).write_table(TABLE, path)
     metadata = _plaintext_footer(path)
     metadata.encryption_algorithm = None
@@ -177,7 +177,7 @@ def swap_for_plaintext(path: Path) -> None:
 
 
 def swap_for_another_encrypted(path: Path) -> None:
-    """Genuine, and readable with the same keys: only not the file that was opened."""
+    """Genuine, and readable with the same keys, but not the file that was opened."""
     _put(path, lambda other: keytools().write_table(TABLE.slice(1), other))
 
 
@@ -202,7 +202,7 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def test_a_data_set_whose_keys_are_rotated_is_read_on(file_of_data_set: Path) -> None:
-    """The data is the same, and so is the DEK: the footer that was verified serves."""
+    """The data is the same, and so is the DEK: the verified footer is used."""
     for settings in ({}, {"plaintext_footer": True}, {"aad_prefix": "t"}, {"algorithm": "AES_GCM_CTR_V1"}):
         kms = FaultyKms(MASTER_KEYS)
         tools = keytools(kms, **settings)
@@ -267,7 +267,7 @@ def test_a_data_set_whose_file_is_swapped(
 def test_a_file_that_is_swapped_while_it_is_read(
     file_of_data_set: Path, swap: Callable[[Path], None], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at the footer and pyarrow's own opening of the file: then it is looked at again."""
+    """Between our read of the footer and pyarrow's own opening of the file: the footer is then read again."""
     tools = keytools(**settings)
     tools.write_table(TABLE, file_of_data_set)
     make_factory = ds.FileSystemDatasetFactory
@@ -280,7 +280,7 @@ def test_a_file_that_is_swapped_while_it_is_read(
 
     monkeypatch.setattr(ds, "FileSystemDatasetFactory", swapped)
     if not settings and swap in (swap_for_another_encrypted, swap_for_an_older_version):
-        # Nothing tells these from a file that its owner has just written.
+        # These cannot be distinguished from a file that its owner has just written.
         found = tools.read_table(file_of_data_set)
         assert found.equals(TABLE if swap is swap_for_an_older_version else TABLE.slice(1))
     else:
@@ -327,9 +327,9 @@ def test_every_truncation_of_the_tail(
 @pytest.mark.parametrize("plaintext_footer", [False, True])
 @pytest.mark.parametrize("key_material", ["internal", "external"])
 def test_flipped_bits_of_the_footer(path: Path, plaintext_footer: bool, key_material: str) -> None:
-    """Each ends in our error, and none gets as far as pyarrow, or it changes nothing.
+    """Each ends in our error before pyarrow sees it, or changes nothing.
 
-    What lies before an encrypted footer is not authenticated: there, `kmsInstanceURL` may say what it will.
+    The part before an encrypted footer is not authenticated: `kmsInstanceURL` may have any value there.
     """
     tools = keytools(plaintext_footer=plaintext_footer, key_material=key_material)
     tools.write_table(TABLE, path)
@@ -350,7 +350,7 @@ def test_flipped_bits_of_the_footer(path: Path, plaintext_footer: bool, key_mate
 @pytest.mark.parametrize("plaintext_footer", [False, True])
 @pytest.mark.parametrize("double", [False, True])
 def test_altered_fields_of_the_footers_key_material(path: Path, plaintext_footer: bool, double: bool) -> None:
-    """Before an encrypted footer it is not authenticated. What we take, pyarrow must take too."""
+    """Before an encrypted footer, it is not authenticated. What we accept, pyarrow must accept too."""
     tools = keytools(double_wrapping=double)
     tools.write_table(TABLE, path)
     data = path.read_bytes()
@@ -415,7 +415,7 @@ def test_errors_say_what_is_wrong(path: Path) -> None:
 
 
 def test_a_file_under_another_name(tmp_path: Path) -> None:
-    """What the AAD prefix is for: last month's file must not pass for this month's."""
+    """The purpose of the AAD prefix: last month's file must not pass for this month's."""
     tools = keytools(aad_prefix="t/{file_name}")
     tools.write_table(TABLE, tmp_path / "january.parquet")
     shutil.copy(tmp_path / "january.parquet", tmp_path / "february.parquet")
@@ -454,7 +454,7 @@ def test_a_prefix_that_is_neither_stored_nor_given(path: Path) -> None:
 
 
 def test_a_file_without_the_prefix_that_its_table_asks_for(path: Path) -> None:
-    """Else a genuine file of another table, which has none, would pass."""
+    """Otherwise, a genuine file of another table without a prefix would pass."""
     keytools().write_table(TABLE, path)
     with pytest.raises(AadPrefixError):
         keytools(aad_prefix="t/{file_name}").read_table(path)
@@ -473,7 +473,7 @@ def exchange(file: Path, change: Callable[[dict[str, dict[str, Any]]], None]) ->
 
 @pytest.mark.parametrize("double", [True, False])
 def test_key_material_exchanged_between_columns(path: Path, double: bool) -> None:
-    """Nothing authenticates that file. A column read with the key of another is not authentic."""
+    """That file is not authenticated. A column read with the key of another is not authentic."""
     tools = keytools(key_material="external", double_wrapping=double)
     tools.write_table(TABLE, path)
 
@@ -488,7 +488,7 @@ def test_key_material_exchanged_between_columns(path: Path, double: bool) -> Non
         ("column key", "a"),
         ("column key", "b"),
     ]
-    # Also where the table trusts each key for both.
+    # Even where the table trusts each key for both.
     tools = keytools(key_material="external", double_wrapping=double, also_trusted=["ka", "kb"])
     with pytest.raises(ColumnAccessDeniedError, match="does not authenticate") as caught:
         tools.read_table(path)
@@ -542,7 +542,7 @@ def test_kek_of_another_key(path: Path) -> None:
 
 
 def test_master_key_of_another_column(path: Path) -> None:
-    """A reader who may use one master key must not get at what another one wrapped."""
+    """A reader who may use one master key must not get keys that another one wrapped."""
     tools = keytools(key_material="external")
     tools.write_table(TABLE, path)
 
@@ -580,7 +580,7 @@ def test_without_a_kms_in_the_configuration(path: Path) -> None:
 
 @pytest.fixture
 def file_with_damaged_column(path: Path) -> Path:
-    """Column a's encrypted metadata is damaged, in a footer that is authentic: its writer did that."""
+    """Column a's encrypted metadata is damaged in an authentic footer: its writer did that."""
     kms = FaultyKms(MASTER_KEYS)
     tools = keytools(kms)
     tools.write_table(TABLE, path, row_group_size=400)
@@ -637,7 +637,7 @@ print("all refused")
 
 
 def test_column_metadata_that_is_damaged(file_with_damaged_column: Path) -> None:
-    """Arrow aborts the process on it, so it must not be the first to look; hence a process of its own."""
+    """Arrow aborts the process on it, so Arrow must not read it first; hence a separate process."""
     tests = Path(__file__).parent
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tests), str(tests.parent), str(file_with_damaged_column)],
@@ -671,14 +671,14 @@ def test_hidden_columns(tmp_path: Path) -> None:
         lambda: tools.read_table(tmp_path, filters=pc.field("a") > 5),
         lambda: tools.dataset(tmp_path, filters=pc.field("a") > 5),
     ):
-        # Rows without the filter would be wrong, and rows with it would tell what the column holds.
+        # Rows without the filter would be wrong, and filtered rows would reveal the column's values.
         with pytest.raises(ColumnAccessDeniedError):
             read()
 
 
 @pytest.mark.parametrize("failure", ["timeout", "foreign", "wrong_key"])
 def test_only_a_refusal_hides_columns(tmp_path: Path, failure: str) -> None:
-    """A result must not lack a column because the KMS was down, or somebody altered a wrapped key."""
+    """A result must not lack a column because the KMS was down, or an attacker altered a wrapped key."""
     kms = FaultyKms(MASTER_KEYS)
     tools = keytools(kms, reading={"denied_columns": "hide"})
     tools.write_table(TABLE, tmp_path / "x.parquet")
@@ -697,7 +697,7 @@ def test_only_a_refusal_hides_columns(tmp_path: Path, failure: str) -> None:
 
 
 def test_hidden_columns_of_some_files(tmp_path: Path) -> None:
-    """One column has two master keys, one of them refused: it is hidden in all of the data set."""
+    """One column has two master keys, and one of them is refused: the column is hidden in the whole data set."""
     kms = FaultyKms(MASTER_KEYS)
     keytools(kms, column_keys={"ka": ["a"]}).write_table(TABLE, tmp_path / "1.parquet")
     keytools(kms, column_keys={"kb": ["a"]}).write_table(TABLE, tmp_path / "2.parquet")
@@ -707,7 +707,7 @@ def test_hidden_columns_of_some_files(tmp_path: Path) -> None:
     assert tools.read_table(tmp_path).num_rows == 2000
     kms.fail("refused", "ka")
     tools.clear_caches()
-    # That is not the key that the table names: a file can be made to say so of any key that is refused.
+    # This is not the table's key: an attacker can make a file name any refused key.
     with pytest.raises(ColumnAccessDeniedError):
         tools.dataset(tmp_path)
 
@@ -729,7 +729,7 @@ def test_hidden_nested_column(tmp_path: Path) -> None:
 def test_the_rest_of_a_file_with_refused_columns(
     path: Path, plaintext_footer: bool, settings: dict[str, Any]
 ) -> None:
-    """What Arrow then sees is not the footer that lies in the file: the rest must be the same all the same."""
+    """Arrow then sees another footer than the file's: the rest must be the same nevertheless."""
     kms = FaultyKms(MASTER_KEYS)
     tools = keytools(kms, plaintext_footer=plaintext_footer, **settings)
     tools.write_table(TABLE, path, row_group_size=300, compression="none")
@@ -779,7 +779,7 @@ def test_refusal_names_column_and_reason(path: Path) -> None:
 
 
 def test_a_literal_with_the_name_of_a_refused_column(path: Path) -> None:
-    """The filter is searched as text; where it errs, it must refuse and not read."""
+    """The filter is searched as text; in doubt, it must refuse and not read."""
     kms = FaultyKms(MASTER_KEYS)
     tools = keytools(kms)
     tools.write_table(TABLE, path)

@@ -1,7 +1,7 @@
-"""Objects that are replaced between two requests of one reader: it gets one of them, and that is the one checked.
+"""Objects that are replaced between two requests of one reader: it reads one of them, the one it checked.
 
-A store answers each request with the object that is there then. So what was checked must not be asked for again:
-nothing authenticates which file a footer is of, but the comparison of its AAD prefix.
+A store answers each request with the object that is there then. So checked bytes must not be requested again:
+only the comparison of the AAD prefix authenticates which file a footer belongs to.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def keytools(**settings: Any) -> Keytools:
 
 
 class Store(DelegatingHandler):
-    """Answers each request for the file with one of two objects, in the order that is given."""
+    """Answers each request for the file with one of two objects, in the given order."""
 
     def __init__(self, objects: Iterator[bytes], length: int) -> None:
         super().__init__(pafs.LocalFileSystem())
@@ -96,13 +96,13 @@ class _Requests(io.RawIOBase):
 
 
 def of_length(content: bytes, length: int) -> bytes:
-    """Return a file with bytes before its footer that belong to nothing."""
+    """Return a file with unused bytes before its footer."""
     offset = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
     return content[:offset] + bytes(length - len(content)) + content[offset:]
 
 
 def two_files(tools: Keytools, path: Path) -> tuple[bytes, bytes]:
-    """Make a file and another one of the same table, under the same KEKs and of the same length."""
+    """Make a file and another one of the same table, under the same KEKs and with the same length."""
     other = path.with_name("other.parquet")
     options: dict[str, Any] = {"compression": "none", "use_dictionary": False}
     tools.write_table(OWN, path, **options)
@@ -121,7 +121,7 @@ def replaced(own: bytes, other: bytes, after: int, number: int) -> Iterator[byte
 
 
 def check(tools: Keytools, path: Path, own: bytes, other: bytes, read: str, number: int) -> None:
-    """Read while each request in turn is the first that finds the other object."""
+    """Read while each request in turn is the first to find the other object."""
     passed = 0
     for after in range(MOST_REQUESTS):
         store = Store(replaced(own, other, after, number), len(own))
@@ -139,7 +139,7 @@ def check(tools: Keytools, path: Path, own: bytes, other: bytes, read: str, numb
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("read", READS)
 def test_another_file_of_the_table(tmp_path: Path, read: str, form: str, number: int) -> None:
-    """The AAD prefix of this file was compared, and then the footer of another one was found: it was believed."""
+    """The AAD prefix of this file was compared, and then the footer of another file was read and believed."""
     tools = keytools(**FORMS[form])
     own, other = two_files(tools, tmp_path / "part-0.parquet")
     check(tools, tmp_path / "part-0.parquet", own, other, read, number)

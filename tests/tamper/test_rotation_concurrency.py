@@ -1,6 +1,6 @@
-"""Many processes at one data set: rotations, readers and writers. ROTATION_SECONDS says for how long.
+"""Many processes on one data set: rotations, readers and writers. ROTATION_SECONDS sets for how long.
 
-Without it that is long enough for several rounds of each, and a minute in a soak.
+The default is long enough for several rounds of each, and a minute in a soak.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def make(tmp_path: Path, count: int) -> Case:
 
 
 def run(case: Case, actions: list[str], meanwhile: Callable[[], object]) -> list[dict[str, object]]:
-    """Run a process for each action, for some time; return what they say."""
+    """Run a process for each action, for some time; return their reports."""
     keystore = case.folder.parent / "keystore.json"
     program = Path(__file__).with_name("rotation_worker.py")
     path = os.pathsep.join([str(TESTS), *sys.path])
-    # Twelve processes with as many threads as there are processors each would only wait for one another.
+    # Twelve processes with as many threads as processors would only wait for one another.
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, program, case.folder, keystore, *actions],
@@ -81,7 +81,7 @@ def test_eight_rotate_and_four_read(tmp_path: Path) -> None:
     print(f"\n{versions} versions; {[(answer['action'], answer['rounds']) for answer in answers]}")
     assert [answer["failure"] for answer in answers if answer["failure"] is not None] == []
     assert all(int(str(answer["rounds"])) >= 1 for answer in answers)
-    # Who came last may have begun before the last version was there.
+    # The last one may have begun before the last version existed.
     assert case.tools().rotate(case.folder).succeeded
     newest = {str(versions)}
     for path in case.folder.rglob("*.parquet"):
@@ -98,7 +98,7 @@ def test_eight_rotate_and_four_read(tmp_path: Path) -> None:
 
 
 def test_rotations_readers_and_a_writer(tmp_path: Path) -> None:
-    """What was written is never replaced by an older state with newer keys."""
+    """A new file is never replaced by an older state with newer keys."""
     case = make(tmp_path, 1)
     before = names(case.folder)
     answers = run(case, ["rotate_all"] * 3 + ["write"] + ["read_any"] * 2, lambda: None)

@@ -1,4 +1,4 @@
-"""Rotations that are killed at calls to the file system, or find the disk full there: in a soak at every call."""
+"""Rotations that are killed at file system calls, or find the disk full there: in a soak at every call."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is done to a data set.
+    """An operation on a data set.
 
     Attributes:
-        kind: Of its files.
+        kind: The kind of its files.
         action: Method of `Keytools`.
         options: Its options.
-        files: How many points it has at least, for each of its files.
+        files: The minimum number of points for each of its files.
     """
 
     kind: str
@@ -79,7 +79,7 @@ every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 
 
 class DataSet:
-    """Files as they are before a rotation, and as many copies of them as wanted."""
+    """Files in their state before a rotation, and any number of copies of them."""
 
     def __init__(self, tmp_path: Path, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -118,7 +118,7 @@ class DataSet:
         assert tools.dataset(folder, partitioning=None).to_table().num_rows == len(FILES) * TABLE.num_rows
 
     def assert_finished(self, folder: Path) -> None:
-        """A repetition comes to the end, and leaves nothing behind that is not documented."""
+        """A repeated run completes, and leaves nothing behind that is not documented."""
         report = getattr(self.tools, self.scenario.action)(folder, **dict(self.scenario.options))
         assert report.succeeded, report
         self.assert_readable(folder)
@@ -131,7 +131,7 @@ class DataSet:
         if self.scenario.action == "rekey_in_place" or self.scenario.options:
             assert not self.old_keks & self.keks(folder)
         assert names(folder) == self.names
-        # The old keys are not needed any more, also by what the killed run wrote.
+        # The old keys are no longer needed, also for files that the killed run wrote.
         if self.scenario.action == "rotate":
             assert [file.unknown for file in self.tools.key_inventory(folder)] == [None] * len(FILES)
             assert list(self.tools.files_using("kf", folder, version="1")) == []
@@ -192,7 +192,7 @@ def test_the_disk_is_full_from_a_call_on(tmp_path: Path, crasher: Crasher, scena
         ended = crasher.run(replace(data.job(folder), point=point, mode="no_space"))
         try:
             data.assert_readable(folder)
-            # What could not be written is told.
+            # Files that could not be written are reported.
             is_told = bool(ended.failures) or ended.error is not None
             assert is_told or point > _last_that_takes_space(ended), ended
             assert all(
@@ -219,7 +219,7 @@ TEMPORARY = re.compile(r"\.[0-9a-f]{12}-[0-9a-f]{8}\.tmp$")
 
 @every_scenario
 def test_what_has_its_name_is_on_the_disk(tmp_path: Path, crasher: Crasher, scenario: Scenario) -> None:
-    """After the power fails: each file was synced before its rename, and each rename before the next one."""
+    """After a power failure: each file was synced before its rename, and each rename before the next one."""
     data = DataSet(tmp_path, scenario)
     calls = crasher.run(data.job(data.copy())).calls
     unsynced: set[str] = set()
@@ -240,7 +240,7 @@ def test_what_has_its_name_is_on_the_disk(tmp_path: Path, crasher: Crasher, scen
             assert not [path for path in unsynced if TEMPORARY.search(path)], (
                 f"{path} has its name before its data"
             )
-            # Else the key material could be older than the file that needs it.
+            # Otherwise the key material could be older than the file that needs it.
             assert folder not in unsynced_folders, f"{path} takes its place before the last one surely has"
             unsynced_folders.add(folder)
             replaced.append(path)
@@ -251,7 +251,7 @@ def test_what_has_its_name_is_on_the_disk(tmp_path: Path, crasher: Crasher, scen
 
 
 def test_the_points_are_all_there_are(tmp_path: Path, crasher: Crasher) -> None:
-    """Each kind of call that is known to come does come: else a wrapper is in the wrong place."""
+    """Each kind of call that is known to occur does occur: otherwise a wrapper is in the wrong place."""
     data = DataSet(tmp_path, Scenario("internal, encrypted footer"))
     calls = Counter(name for name, _ in crasher.run(data.job(data.copy())).calls)
     expected = {"open", "copy_file_range", "pwrite", "fsync", "fchmod", "replace", "unlink"}
@@ -270,7 +270,7 @@ Case(folder, KeystoreKms(keystore, passphrase), None).tools().rotate(folder)
 
 
 def test_many_files_after_sigkill(tmp_path: Path) -> None:
-    """Eight files at a time are written when it is killed: the next run does what is left, and only that."""
+    """A run that writes eight files at a time is killed: the next run does only the remaining work."""
     case = Case.make(tmp_path, "keystore")
     first = case.write("000.parquet")
     paths = [case.folder / f"{number:03}.parquet" for number in range(1000 if SOAK else 300)]
@@ -310,7 +310,7 @@ def test_many_files_after_sigkill(tmp_path: Path) -> None:
 
 
 def test_a_file_with_keys_in_two_places_is_not_moved_to_another_kms(tmp_path: Path) -> None:
-    """Of its footer and its key material file, one would be replaced first: a crash would leave it unreadable."""
+    """Either its footer or its key material file would be replaced first: a crash would leave it unreadable."""
     case = Case.make(tmp_path, "keystore", key_material="external")
     path = case.write()
     entries = external_entries(path)
@@ -327,7 +327,7 @@ def test_a_file_with_keys_in_two_places_is_not_moved_to_another_kms(tmp_path: Pa
     (file,) = case.move_to(other, path).files
     assert (file.outcome, file.error_class) == (Outcome.FAILED, "OutputError")
     assert "one step" in str(file.error) and tree_digest(case.folder) == before
-    # Within one KMS each place is readable by itself.
+    # Within one KMS, either place is readable by itself.
     case.add_version()
     assert case.tools().rotate(path).succeeded
     case.disable(1)
@@ -337,7 +337,7 @@ def test_a_file_with_keys_in_two_places_is_not_moved_to_another_kms(tmp_path: Pa
 
 
 def test_what_was_finished_is_not_done_again(tmp_path: Path, crasher: Crasher) -> None:
-    """A run that was killed goes on: files whose keys are current stay as they are."""
+    """A killed run is continued: files whose keys are current stay as they are."""
     data = DataSet(tmp_path, Scenario("external"))
     folder = data.copy()
     whole = crasher.run(data.job(folder))

@@ -9,7 +9,7 @@ from pathlib import Path
 from scan_fault_worker import FAULTS
 
 SECONDS = 240
-"""One run takes about ten, on a quiet machine."""
+"""Seconds for one run; it takes about ten on a quiet machine."""
 
 
 def test_files_that_go_wrong_under_a_scan(tmp_path: Path) -> None:

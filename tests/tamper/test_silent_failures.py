@@ -1,4 +1,4 @@
-"""What would go wrong without a word: lost files, values in plaintext, checks that do not happen."""
+"""Failures that would be silent: lost files, values in plaintext, checks that do not happen."""
 
 import io
 import threading
@@ -40,7 +40,7 @@ def keytools(kms: Any = None, **table: Any) -> Keytools:
 @pytest.mark.parametrize("settings", [{}, {"aad_prefix": "p"}, {"key_material": "external"}])
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_a_replaced_data_set_is_there(tmp_path: Path, where: str, settings: dict[str, str]) -> None:
-    """fsspec lists paths in another form than they were given in: the new files were deleted as old ones."""
+    """fsspec lists paths in another form than the given one: the new files were deleted as old ones."""
     tools = keytools(**settings)
     filesystem = fsspec.filesystem(where)
     folder = "out" if where == "memory" else str(tmp_path / "out")
@@ -57,21 +57,21 @@ def test_a_replaced_data_set_is_there(tmp_path: Path, where: str, settings: dict
 
 
 def test_names_that_look_like_patterns(tmp_path: Path) -> None:
-    """fsspec's own move takes them for patterns."""
+    """fsspec's own move treats them as patterns."""
     filesystem = fsspec.filesystem("memory")
     for name in ("/x*.parquet", "/x[1].parquet"):
         assert keytools().write_table(TABLE, name, filesystem=filesystem).size_bytes == filesystem.size(name)
 
 
 class Uploads(MemoryFileSystem):
-    """A store that uploads a file when it is closed, from the buffers that it was given."""
+    """A store that uploads a file when it is closed, from the buffers that were written."""
 
     protocol = "uploads"
     cachable = False
 
     def __init__(self) -> None:
         super().__init__()
-        # Those of the class are shared by all.
+        # The class's buffers are shared by all instances.
         self.store, self.pseudo_dirs = {}, [""]  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
@@ -138,7 +138,7 @@ WRITERS = (by_pyarrow, by_the_module_encryptor, as_a_data_set, through_a_view, e
 def test_a_store_that_keeps_buffers_gets_bytes_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Keytools, str, Path, Uploads], None]
 ) -> None:
-    """The buffer of one piece is filled again with the next one, and that is what an upload in parts sent."""
+    """The buffer of one part was refilled with the next part, and a multipart upload sent that."""
     monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", 200)
     tools, uploads, plain = keytools(), Uploads(), tmp_path / "plain.parquet"
     pq.write_table(TABLE, plain, row_group_size=1)
@@ -240,7 +240,7 @@ def test_a_renamed_file_where_every_table_has_a_prefix(tmp_path: Path) -> None:
 
 
 def test_named_columns_are_columns(tmp_path: Path) -> None:
-    """A name that means nothing let any column through, and Arrow aborts on one whose key is refused."""
+    """An unknown name let any column through, and Arrow aborts on a column whose key is refused."""
     tools = keytools()
     tools.write_table(TABLE, tmp_path / "x.parquet")
     assert isinstance(tools.kms, InMemoryKms)
@@ -267,7 +267,7 @@ def test_the_damaged_page_of_a_folder_is_named(tmp_path: Path) -> None:
         damaged[offset] ^= 1
         path.write_bytes(damaged)
         try:
-            # What a file says of its KMS is for people, and not authenticated.
+            # The KMS named in a file is informational, and not authenticated.
             assert tools.read_table(tmp_path / "d").equals(TABLE)
         except KeytoolsError as error:
             noticed.append(getattr(error, "module_type", None))
@@ -275,7 +275,7 @@ def test_the_damaged_page_of_a_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_what_a_late_link_leads_to_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that was listed is another one when its files are deleted."""
+    """A listed folder is replaced by another one before its files are deleted."""
     tools, elsewhere, folder = keytools(), tmp_path / "elsewhere", tmp_path / "d"
     for place in (elsewhere, folder):
         tools.write_dataset(TABLE, place, partitioning=["part"], basename_template="old-{i}.parquet")
@@ -296,7 +296,7 @@ def test_what_a_late_link_leads_to_is_not_deleted(tmp_path: Path, monkeypatch: p
 def test_key_material_stays_in_the_folder_of_its_file(
     tmp_path: Path, key_material: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever may move the folder could have had the key material of another file replaced: that file was lost."""
+    """A user who could move the folder could have another file's key material replaced: that file was lost."""
     tools, elsewhere, folder = keytools(key_material="external"), tmp_path / "elsewhere", tmp_path / "d"
     for place in (elsewhere, folder):
         place.mkdir()
@@ -310,7 +310,7 @@ def test_key_material_stays_in_the_folder_of_its_file(
             folder.symlink_to(elsewhere)
 
     monkeypatch.setattr(placement, "sync_folder", swap)
-    # With internal key material, that of the old file is removed.
+    # With internal key material, the old file's key material is removed.
     tools = keytools(tools.kms, key_material=key_material)
     with pytest.raises(OutputError, match=r"folder of .*_KEY_MATERIAL_FOR_x.* was moved"):
         tools.write_table(TABLE, folder / "x.parquet")

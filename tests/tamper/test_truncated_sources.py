@@ -90,7 +90,7 @@ for job in sys.argv[2:]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Return for each action the status of its process, and what that printed."""
+    """Return the exit status and the output of the process for each action."""
     folder = tmp_path_factory.mktemp("truncated")
     jobs = ("encrypt:2", "decrypt:2", "rekey:2", "rekey_in_place:2", "verify:1", "read:0")
     subprocess.run([sys.executable, "-c", PROGRAM, str(folder), *jobs], check=True, timeout=300)

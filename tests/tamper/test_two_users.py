@@ -1,7 +1,7 @@
-"""Whole commands of one user in a folder where another one may write, who does the worst at each of their steps.
+"""Commands of one user in a folder where another user may write, and attacks at each of their steps.
 
-Whatever that user puts there: no file elsewhere changes, no value can be read, a success is none that is untrue.
-Where the folder protects the files of its users from each other (its sticky bit), nothing is lost.
+Whatever that user puts there, no file elsewhere changes, no value can be read, and no success is reported falsely.
+Where the folder protects its users' files from each other (its sticky bit), nothing is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="takes two users")
 LOCAL = pafs.LocalFileSystem()
 FILES = (TARGET, "p=1/y.parquet")
 SHOWN_ATTACKS = ("link visible", "link elsewhere")
-"""What they replace, others may see at once: readers, and the command when it looks again."""
+"""Others see their changes at once: readers, and the command when it checks again."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Scenario:
 
     Attributes:
         action: Method of `Keytools`.
-        key_material: Of the files.
-        options: Of the method.
+        key_material: Where the files' key material is.
+        options: The method's options.
     """
 
     action: str
@@ -70,7 +70,7 @@ def base() -> Iterator[Path]:
 
 
 class Place:
-    """A data set where two users may write, and what is only one's."""
+    """A data set that two users may write to, and a folder of one user only."""
 
     def __init__(self, base: Path, scenario: Scenario, mode: int) -> None:
         self.base, self.scenario, self.mode = base, scenario, mode
@@ -151,10 +151,10 @@ class Place:
                 self._check_table(folder / name, is_done=is_done)
 
     def _check_private(self, job: Job) -> None:
-        """What is elsewhere is as it was; where a link of a folder led, it may have been rotated, and no more."""
+        """Files elsewhere are unchanged; the target of a folder's link may have been rotated, and nothing else."""
         now = self._private()
         if job.attack == "link elsewhere":
-            # What is not there yet may come: files of a data set.
+            # New files may appear: files of a data set.
             assert all(now[name][1:] == self.private[name][1:] for name in self.private)
             if self.scenario.action == "write_dataset":
                 assert all(now[name] == self.private[name] for name in self.private)

@@ -1,4 +1,4 @@
-"""A column that is encrypted in one way in the first row group and in another way in the second."""
+"""A column whose encryption differs between the first row group and the second."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOOLS = Keytools.from_mapping(
 
 @pytest.fixture
 def uneven(tmp_path: Path) -> Path:
-    """Return a file in whose second row group column b is said to be under the key of column a."""
+    """Return a file whose second row group states the key of column a for column b."""
     path = tmp_path / "t.parquet"
     TOOLS.write_table(pa.table({"a": [1, 2], "b": [3, 4]}), path, row_group_size=1)
     data = path.read_bytes()

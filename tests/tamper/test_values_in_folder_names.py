@@ -1,4 +1,4 @@
-"""No way to partition a data set leaves values of protected columns in the names of folders."""
+"""No way to partition a data set leaves values of protected columns in folder names."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ OWN: dict[str, Callable[[pa.Schema], dict[str, Any]]] = {
 
 
 def nothing_named(folder: Path) -> bool:
-    """Return whether there is nothing in a folder: no file, and no folder named after a value."""
-    # A thread of Arrow may still remove its folder when another thread's error has been raised, also while it is
-    # walked here: `Path.rglob` would fail then.
+    """Return whether a folder is empty: no file, and no folder named after a value."""
+    # A thread of Arrow may still remove its folder after another thread's error was raised, even during this
+    # walk: `Path.rglob` would then fail.
     deadline = time.monotonic() + 20
     while _names_in(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -197,7 +197,7 @@ def test_a_struct_with_a_name_like_a_pattern(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_opened_is_not_written(tmp_path: Path) -> None:
-    """A column under the footer key may name folders, but not if the files have it, too."""
+    """A column under the footer key may name folders, but not if it is in the files, too."""
     tools = keytools({"footer_key": "footer", "unlisted_columns": "footer_key"})
     with pytest.raises(Exception):  # noqa: B017 - DuckDB has errors of its own
         _duckdb(TABLE, str(tmp_path / "d"), tools.filesystem(), "month", ", write_partition_columns true")
@@ -282,7 +282,7 @@ def test_folders_without_a_file_are_removed(tmp_path: Path, remove: str) -> None
 
 
 def test_another_file_system_writes_into_a_folder_that_was_made(tmp_path: Path) -> None:
-    """A driver makes the folders of partitions, and other processes write the files."""
+    """A driver creates the folders of partitions, and other processes write the files."""
     folder = f"{tmp_path}/month={CANARY}"
     keytools(BY_MONTH).filesystem().mkdir(folder)
     with keytools(BY_MONTH).filesystem().open(f"{folder}/x.parquet", "wb") as file:

@@ -1,4 +1,4 @@
-"""Each command with each odd entry of a folder: all see the same files, and nothing unseen is passed over."""
+"""Each command with each odd entry of a folder: all see the same files, and none skips a file silently."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ KEYS = {name: base64.b64encode(name.encode().ljust(16)).decode() for name in ("f
 
 @dataclass
 class Seen:
-    """What a command made of a folder.
+    """A command's view of a folder.
 
     Attributes:
-        files: Paths of what it took for a file of the data set, or could not look into, as it reports them.
-        failed: Of these, the ones with an error, and what it says.
-        text: All that people read.
-        succeeded: Whether it says that all is well.
+        files: Paths that it reports as files of the data set, or as unreadable.
+        failed: The paths among these with an error, and the errors.
+        text: All of its output.
+        succeeded: Whether it reports success.
     """
 
     files: list[str]
@@ -71,7 +71,7 @@ class Place:
             self.keytools.write_table(TABLE, path)
 
     def cli(self, *arguments: object) -> tuple[dict[str, Any], str]:
-        """Run a command, and return its document with its exit status."""
+        """Run a command, and return its JSON document and exit status."""
         done = CliRunner().invoke(app, [*map(str, arguments), "--config", str(self.config), "--json"])
         if done.exception and not isinstance(done.exception, SystemExit):
             raise done.exception
@@ -156,7 +156,7 @@ COMMANDS: dict[str, Callable[[Place], Seen]] = {
     "pipelines.verify": lambda place: pipeline(place, "verify"),
 }
 LIST_KEYS = {"keys", "keys --fail-if-uses", "Keytools.key_inventory", "pipelines.keys"}
-"""These also look at what readers pass over: an encrypted file needs its keys, whatever it is called."""
+"""These also check what readers skip: an encrypted file needs its keys, whatever its name."""
 
 PASSED_OVER = {
     "hidden file": ".odd.parquet",
@@ -174,7 +174,7 @@ IN_PLACE = {
     "pipelines.rotate",
     "pipelines.rekey",
 }
-"""These do not follow links out of the folder that was named: what such a link leads to fails."""
+"""These do not follow links out of the named folder: the target of such a link fails."""
 
 OUTSIDE = {"link to a file": "odd.parquet", "link to a folder": "linked"}
 
@@ -196,7 +196,7 @@ def expected_paths(place: Place, odd: Odd) -> set[str]:
 
 
 def chosen() -> list[tuple[str, str]]:
-    """Return a quarter of all pairs, with each command and each entry in several, and the special ones; or all."""
+    """Return a quarter of all pairs, with each command and entry several times, and the special pairs; or all."""
     return [
         (command, entry)
         for row, command in enumerate(COMMANDS)
@@ -223,7 +223,7 @@ def test_every_command_sees_the_same(tmp_path: Path, command: str, entry: str) -
     assert all(text and text != "None" for text in seen.failed.values()) or command == "pipelines.verify"
     assert seen.succeeded == (not fails and not unknown)
     if fails and seen.text:
-        # People read its name, and not with characters that steer their terminal.
+        # Its name is printed, and without characters that control a terminal.
         assert all(escaped_path(str(place.folder / name)) in seen.text for name in odd.names)
 
 
@@ -255,14 +255,14 @@ def test_every_reader_sees_the_same(
         assert "begin its name with a dot or an underscore" in str(caught.value)
 
 
-# --- as another user, who may not do all that root may ---
+# --- as another user, without root's rights ---
 
 NOBODY = 65534
 
 
 @pytest.fixture
 def open_path() -> Iterator[Path]:
-    """A folder that is nobody's."""
+    """A folder of the user `nobody`."""
     path = Path(tempfile.mkdtemp(prefix="keytools-"))
     yield path
     shutil.rmtree(path)
@@ -293,7 +293,7 @@ def as_nobody(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def close_some(place: Place) -> list[str]:
-    """Put things beside the good file that another user may not look into; return their paths."""
+    """Put entries that another user cannot read beside the good file; return their paths."""
     for name in ("closed/odd.parquet", "named/odd.parquet", "secret"):
         (place.folder / name).parent.mkdir(exist_ok=True)
         place.good(place.folder / name)
@@ -309,7 +309,7 @@ def close_some(place: Place) -> list[str]:
 def test_what_another_user_may_not_look_into(open_path: Path, command: str) -> None:
     plain = command in ("encrypt", "pipelines.encrypt")
     (open_path / "before").mkdir()
-    # What is imported late cannot be imported by somebody else.
+    # The other user could not import anything later.
     COMMANDS[command](make_place(open_path / "before", plain=plain))
     shutil.rmtree(open_path / "state", ignore_errors=True)
     (open_path / "now").mkdir()

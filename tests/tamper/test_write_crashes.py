@@ -1,7 +1,7 @@
-"""Writers that are killed at calls to the file system, or find the disk full there: in a soak at every call.
+"""Writers that are killed at file system calls, or find the disk full there: in a soak at every call.
 
-Nothing that was there is lost, what is there is whole, no value is left in plaintext, and the next run for the
-same target removes what a killed one left.
+No existing file is lost, every file is intact, no value is left in plaintext, and the next run for the
+same target removes the leftovers of a killed run.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LOCAL = pafs.LocalFileSystem()
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is written.
+    """An operation that writes.
 
     Attributes:
         action: Method of `Keytools`.
-        key_material: Of the table.
-        replaces: Whether something is there.
-        options: Of the method.
+        key_material: Where the table's key material is.
+        replaces: Whether the target exists.
+        options: The method's options.
     """
 
     action: str
@@ -72,12 +72,12 @@ SCENARIOS = [
 
 @pytest.fixture(autouse=True)
 def _each_run_looks_for_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first run of a process does; this process plays many."""
+    """Simulates the first run of a process; this process plays many."""
     monkeypatch.setattr(OccasionalScan, "is_due", lambda *_: True)
 
 
 class Place:
-    """What is there before something is written, and as many copies of it as wanted."""
+    """The state before a write, and any number of copies of it."""
 
     def __init__(self, tmp_path: Path, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -105,7 +105,7 @@ class Place:
         return self.case.tools()
 
     def copy(self, name: str | None = None) -> Path:
-        """Return a folder with a copy of what is there."""
+        """Return a folder with a copy of that state."""
         if name is None:
             self._count += 1
             name = f"copy{self._count}"
@@ -127,7 +127,7 @@ class Place:
         return self.tools.read_table(path, partitioning=None)
 
     def assert_whole(self, folder: Path) -> None:
-        """What is there is the old or the new, and one of them is there; nothing else can be seen by readers."""
+        """Each file is the old one or the new one, and exists; readers can see nothing else."""
         assert all(any(self.holds(path, table) for table in (OLD, NEW)) for path in visible(folder))
         if not self.scenario.replaces:
             return
@@ -143,7 +143,7 @@ class Place:
         return bool(self.read(path).equals(table))
 
     def assert_secret(self, folder: Path) -> None:
-        """No value is in plaintext but in what is decrypted, which is its user's alone while it is written."""
+        """Values are in plaintext only in decrypted output, which only its user can read while it is written."""
         for path in folder.rglob("*"):
             if path.is_file() and SECRET in path.read_bytes():
                 assert self.scenario.action == "decrypt_file", path
@@ -151,9 +151,9 @@ class Place:
                 assert is_target or path.stat().st_mode & 0o777 == 0o600, path
 
     def assert_finished(self, folder: Path) -> None:
-        """The next run comes to the end, and leaves nothing of the one before."""
+        """The next run completes, and leaves nothing of the earlier run."""
         if self.scenario.is_dataset and not self.scenario.replaces and visible(folder):
-            # Some files are in their places, which the caller has to know.
+            # Some files are in their places, and the caller must be informed.
             with pytest.raises(pa.ArrowInvalid):
                 self.write(folder)
             write_dataset(self.tools, self.source, folder, LOCAL, {"existing_data_behavior": "delete_matching"})
@@ -212,7 +212,7 @@ def without_space(place: Place, crasher: Crasher, whole: Ended, offset: int) -> 
                 assert str(ended.error).startswith("StorageFailedError: "), ended.error
             place.assert_whole(folder)
             place.assert_secret(folder)
-            # What is there is in its place, or was there before.
+            # Each file is in its place, or was there before.
             assert set(names(folder)) <= {*place.names, *(Path(name).name for name in before)}
             place.assert_finished(folder)
         except Exception as error:
@@ -242,7 +242,7 @@ FILES = ("1.parquet", "2.parquet")
 @pytest.mark.parametrize("key_material", ["internal", "external"] if SOAK else ["external"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_on_a_full_disk(tmp_path: Path, crasher: Crasher, command: str, key_material: str) -> None:
-    """It says so once, with an exit status, and each file is there whole or not at all."""
+    """The error is reported once, with an exit status, and each file is complete or absent."""
     if key_material == "external" and command.startswith("decrypt"):
         key_material = "internal, plaintext footer"
     settings = {**SETTINGS, "plaintext_footer": "plaintext" in key_material}

@@ -1,4 +1,4 @@
-"""A whole run with known keys, and then a search for them in everything that came out of it."""
+"""A whole run with known keys, and then a search for them in all of its output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLE = pa.table({"plain": range(200), "a": range(200), "b": [f"text {i}" for i 
 
 
 class Run:
-    """Collects whatever comes out, and the keys that must not be in it."""
+    """Collects all output, and the keys that must not be in it."""
 
     def __init__(self) -> None:
         self.secrets: set[bytes] = {*MASTER_KEYS.values(), *DATA_KEYS.values()}
@@ -47,7 +47,7 @@ class Run:
             self.out(what, repr(work())[:10_000])
         except Exception as error:
             self.errors += 1
-            # With the variables of all frames, as error trackers send them away.
+            # With the variables of all frames, as error trackers report them.
             printed = "".join(
                 traceback.TracebackException.from_exception(error, capture_locals=True).format()
                 if isinstance(error, KeytoolsError)
@@ -59,7 +59,7 @@ class Run:
                 self.out(f"{what}: pickle", pickle.dumps(error))
 
     def leaks(self) -> list[str]:
-        """Return where a secret came out, in plain, hex or base64, at any alignment."""
+        """Return where a secret appears, in plain, hex or base64, at any alignment."""
         found = []
         for secret in (*self.secrets, TOKEN.encode(), RESPONSE_SECRET.encode()):
             spellings = [secret, secret.hex().encode(), secret.hex().upper().encode(), repr(secret)[2:-1].encode()]
@@ -74,7 +74,7 @@ class Run:
 
 
 class TokenKms(FaultyKms):
-    """Has a token, as a client of a server would, which its foreign exceptions repeat."""
+    """Has a token, as a client of a server would, and its foreign exceptions repeat it."""
 
     def __init__(self) -> None:
         super().__init__(MASTER_KEYS)
@@ -106,7 +106,7 @@ def keytools(kms: FaultyKms, **settings: Any) -> Keytools:
 
 
 def drive(run: Run, folder: Path, settings: dict[str, Any]) -> None:
-    """Do everything once as it should be, and once with each failure."""
+    """Do everything once successfully, and once with each failure."""
     kms = TokenKms()
     tools = keytools(kms, **settings)
     folder.mkdir()

@@ -32,7 +32,7 @@ CLASSES = [
 
 
 def example(cls: type[KeytoolsError]) -> KeytoolsError:
-    """One error of a class, with every fact that it can carry."""
+    """One error of a class, with every attribute that it can have."""
     if issubclass(cls, KmsError):
         return cls("why", backend="vault", operation="wrap", master_key_id="pii", hint="Do that.")
     if issubclass(cls, ConfigurationError):

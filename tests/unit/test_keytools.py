@@ -1,4 +1,4 @@
-"""The facade in other processes and threads, and what it gives away."""
+"""The facade in other processes and threads, and what it reveals."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def use(tools: Keytools, folder: Path) -> int:
 
 
 def use_beside_another(tools: Keytools, folder: Path) -> int:
-    """Use it, and wait until two processes have, and the parent: else one may be so fast that it does all."""
+    """Use it, and wait until two processes and the parent have: otherwise a fast one may do everything."""
     rows, end = use(tools, folder), time.monotonic() + 60
     while len(list(folder.glob("*.parquet"))) < 3 and time.monotonic() < end:
         time.sleep(0.01)
@@ -185,7 +185,7 @@ def test_close(data: Path) -> None:
     assert kms.closed == 1
     tools.close()
     kms.fail("refused")
-    with pytest.raises(KeytoolsError):  # No key is left that would do without the KMS.
+    with pytest.raises(KeytoolsError):  # No cached key replaces the KMS.
         tools.read_table(data / "x.parquet")
     with pytest.raises(KeytoolsError):
         tools.write_table(TABLE, data / "x.parquet")
@@ -223,7 +223,7 @@ def test_a_configuration_needs_no_kms_where_a_client_is_given(tmp_path: Path) ->
         Keytools.from_mapping(wrong, kms=kms)
 
 
-# --- what it gives away ---
+# --- what it reveals ---
 
 
 def with_kms(kms: FaultyKms) -> Keytools:
@@ -282,7 +282,7 @@ def test_many_threads(configuration: Path, data: Path) -> None:
 
 
 def in_child(work: Callable[[], object], seconds: float = 60) -> None:
-    """Run something in a forked child, and fail if it fails or hangs."""
+    """Run a function in a forked child, and fail if it fails or hangs."""
     process_id = os.fork()
     if process_id == 0:
         status = 1
@@ -304,7 +304,7 @@ def in_child(work: Callable[[], object], seconds: float = 60) -> None:
 
 
 def test_after_a_fork(configuration: Path, data: Path) -> None:
-    """The child inherits full caches, a CryptoFactory, and Arrow's threads that do not run there."""
+    """The child inherits full caches, a CryptoFactory, and Arrow's threads, which do not run there."""
     tools = Keytools.from_yaml(configuration)
     use(tools, data)
     in_child(lambda: use(tools, data))
@@ -312,7 +312,7 @@ def test_after_a_fork(configuration: Path, data: Path) -> None:
 
 
 def test_a_child_uses_its_own_keks(data: Path) -> None:
-    """Two processes with one KEK would count its invocations apart."""
+    """Two processes with one KEK would count its invocations separately."""
     kms = FaultyKms(KEYS)
     tools = with_kms(kms)
     tools.write_table(TABLE, data / "x.parquet")
@@ -327,7 +327,7 @@ def test_a_child_uses_its_own_keks(data: Path) -> None:
 
 @pytest.mark.parametrize("aad_prefix", ["", "aad_prefix: x"])
 def test_after_a_fork_while_threads_hold_locks(tmp_path: Path, data: Path, aad_prefix: str) -> None:
-    """One thread of the parent is inside of the KMS while it wraps, another while it unwraps."""
+    """One thread of the parent is inside the KMS while it wraps, another while it unwraps."""
     tools = Keytools.from_yaml(write_configuration(tmp_path, aad_prefix))
     path = data / "x.parquet"
     tools.write_table(TABLE, path)
@@ -386,7 +386,7 @@ def test_workers_of_a_pool(configuration: Path, data: Path, method: str, workers
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method)) as pool:
         futures = [pool.submit(use_beside_another, tools, data) for _ in range(4)]
         assert [future.result(90) for future in futures] == [100] * 4
-        # An exception that does not unpickle would break the whole pool.
+        # An exception that cannot be unpickled would break the whole pool.
         with pytest.raises(KeytoolsError, match="access denied") as caught:
             pool.submit(refused, tools, data / "x.parquet").result(90)
     assert caught.value.columns == ("b",)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""For each rule one file, or folder, that breaks exactly it."""
+"""For each rule, one file or folder that breaks only this rule."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _on_header(place: Place, change: Callable[[PageHeader], None]) -> Callable[[
     return hook
 
 
-# --- What needs more than a line ---------------------------------------------------------------------------
+# --- Breaches that need more than a line -------------------------------------------------------------------
 
 
 def _draft_2018(crypto: Any) -> None:
@@ -222,7 +222,7 @@ def _same_nonce() -> Callable[[Module], None]:
 
 
 def _levels_outside(seed: int) -> Recipe:
-    """Return a recipe for V2 pages whose levels stand before the module, as parquet-java writes them."""
+    """Return a recipe for V2 pages whose levels precede the module, as parquet-java writes them."""
     lengths: dict[tuple[int, int], list[int]] = {}
     levels: dict[Place, bytes] = {}
 
@@ -244,7 +244,7 @@ def _levels_outside(seed: int) -> Recipe:
 
 
 _DEFINITION_LEVELS = 5
-"""Field of DataPageHeaderV2: how many bytes of definition levels a page begins with."""
+"""Field of DataPageHeaderV2: the number of bytes of definition levels at the beginning of a page."""
 
 
 def _external_without_file(seed: int) -> Recipe:
@@ -379,7 +379,7 @@ _ALSO = {
 
 
 def _file_recipes(seed: int) -> Iterator[tuple[str, Recipe, dict[str, Any]]]:
-    """Yield rule, recipe and what the plaintext file must have."""
+    """Yield rule, recipe and the required features of the plaintext file."""
     for rule_id, changes in _FILES.items():
         seed += 1
         made = recipe(seed, **changes)

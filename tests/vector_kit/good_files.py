@@ -56,7 +56,7 @@ def external_recipe(seed: int) -> tuple[Recipe, bytes]:
 
 
 def good_vectors() -> Iterator[Vector]:
-    """Yield all good vectors; a file with a weakness that its feature brings with it says so."""
+    """Yield all good vectors; a file whose feature implies a weakness says so."""
 
     def one(
         name: str, title: str, made: Recipe, *, broken: str = "", expected: Any = None, **plain: Any

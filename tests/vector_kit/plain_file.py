@@ -37,7 +37,7 @@ TABLE = pa.table(
 
 @dataclass
 class PlainPage:
-    """A page: its header, and what follows it."""
+    """A page: its header, and its content."""
 
     header: PageHeader
     body: bytes

@@ -1,7 +1,7 @@
-"""Seals a plaintext file as the specification says, with fixed nonces, and with a hook at each step.
+"""Seals a plaintext file according to the specification, with fixed nonces, and with a hook at each step.
 
-This is a third implementation, beside the module encryptor and the verifier: it takes nothing from either but
-the Thrift structures.
+This is a third implementation, independent of the module encryptor and the verifier: it shares only the Thrift
+structures.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FOOTER_KEY = "footer key"
 ) = range(10)
 
 Place = tuple[int, ...]
-"""Module type, row group ordinal, column ordinal, page ordinal, as far as the type has them."""
+"""Module type, row group ordinal, column ordinal, page ordinal, if the type has them."""
 
 
 _NOT_SHOWN = (8, 12, 13, 14, 15, 16, 17)
@@ -67,7 +67,7 @@ class Module:
     key: bytes
     is_ctr: bool
     counter: bytes = b"\0\0\0\1"
-    """Where the counter of AES-CTR begins (spec 4.2.2)."""
+    """The first counter value of AES-CTR (spec 4.2.2)."""
 
     def seal(self) -> bytes:
         """Return its bytes (spec 5.1)."""
@@ -93,7 +93,7 @@ class Hooks:
 
     pages: Callable[[int, int, list[PlainPage]], list[PlainPage]] = _same
     chunk_tail: Callable[[int, int], tuple[bytes, bool]] = lambda r, c: (b"", False)
-    """What follows the pages of a chunk, and whether its size counts it."""
+    """The bytes after the pages of a chunk, and whether its size includes them."""
     page_header: Callable[[Place, PageHeader], None] = _nothing
     module: Callable[[Module], None] = _nothing
     sealed: Callable[[Place, bytes], bytes] = _same
@@ -116,7 +116,7 @@ class Recipe:
     Attributes:
         seed: Of nonces and file unique.
         footer_key: Encrypts or signs the footer.
-        footer_key_metadata: What the file carries for it.
+        footer_key_metadata: The key metadata in the file.
         columns: Ordinal -> key and key metadata, or `FOOTER_KEY`; others are plaintext.
     """
 

@@ -1,4 +1,4 @@
-"""What a vector is, and the keys that all of them use."""
+"""The definition of a vector, and the keys that all vectors use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vector_kit.plain_file import plain_bytes, take_apart
 from vector_kit.sealed_file import FOOTER_KEY, Hooks, Recipe, Sealer
 
 MASTER_KEYS = {"footer": b"master-key-footr", "column": b"master-key-colum"}
-"""Identifier -> master key; it wraps with AES-GCM, the AAD being the identifier, as parquet-java's test KMS."""
+"""Identifier -> master key; it wraps with AES-GCM, with the identifier as AAD, like parquet-java's test KMS."""
 
 AAD_PREFIX = "kit"
 
@@ -62,18 +62,18 @@ class SealedFile:
 
 @dataclass(frozen=True)
 class Vector:
-    """A file, or a folder of them, and what must be said of it.
+    """A file, or a folder of files, and the expected findings.
 
     Attributes:
-        name: Of the file, or of the folder.
+        name: The name of the file or folder.
         title: What is special about it.
-        files: Name -> its bytes, or what makes them.
-        broken: Ids of the rules that are broken; empty for one that is good.
-        rule: The one that it is there for; None for a good one.
-        expected: What is expected beside the specification: `aad_prefix`, `table`, `invocation_limit`, `parts`,
+        files: Name -> its bytes, or a function that makes them.
+        broken: Ids of the broken rules; empty for a good vector.
+        rule: The rule that it demonstrates; None for a good vector.
+        expected: Expectations beyond the specification: `aad_prefix`, `table`, `invocation_limit`, `parts`,
             `plaintext_files`, `keys_without_metadata`.
         is_folder: Whether the folder is to be checked as a data set.
-        features: What the file has.
+        features: The features of the file.
     """
 
     name: str
@@ -108,11 +108,11 @@ def key_material(
 
     Args:
         seed: Of nonces and the KEK.
-        dek: What is wrapped.
-        is_footer_key: What the material says.
+        dek: The key to wrap.
+        is_footer_key: The material's `isFooterKey`.
         kek_length_bits: With double wrapping; None wraps the DEK with the master key.
         master_key_id: The master key.
-        wrong_kek: Whether the KEK that is stored is another one than the one that wrapped the DEK.
+        wrong_kek: Whether the stored KEK differs from the KEK that wrapped the DEK.
         internal: Whether it goes into the Parquet file.
         changes: Fields to set.
     """

@@ -102,7 +102,7 @@ def place_vector(vector: Vector, folder: Path) -> Path:
 
 
 def write_kit(folder: Path) -> None:
-    """Write the kit; what was there of it is replaced."""
+    """Write the kit; an existing kit is replaced."""
     for part in ("good", "broken"):
         shutil.rmtree(folder / part, ignore_errors=True)
     for vector in all_vectors():

@@ -1,6 +1,6 @@
-"""Whatever writer made a file, its footer is kept, but for what says where things are and how they are encrypted.
+"""Whatever writer made a file, its footer is kept, except for positions and encryption fields.
 
-Footers are compared as they are read, field by field.
+Footers are compared field by field.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROW_GROUP_FIELDS = {
     for field in (RowGroup.columns, RowGroup.file_offset, RowGroup.total_compressed_size, RowGroup.ordinal)
 }
 _CHUNK_FIELDS = {2, 3, 4, 5, 6, 7, 8, 9}
-"""Offsets and lengths, the metadata, and how it is encrypted."""
+"""Offsets and lengths, the metadata, and the encryption fields."""
 
 _METADATA_FIELDS = {
     field.field_id
@@ -51,7 +51,7 @@ def _structs(struct: Struct, field_id: int) -> list[Struct]:
 
 
 def _parts(footer: Struct, metadata_of: Callable[[int, int, Struct], Struct]) -> Iterable[bytes]:
-    """Yield what is kept of a footer, part by part."""
+    """Yield the kept parts of a footer."""
     yield _kept(footer, _FOOTER_FIELDS)
     for row_group_ordinal, row_group in enumerate(_structs(footer, FileMetaData.row_groups.field_id)):
         yield _kept(row_group, _ROW_GROUP_FIELDS)
@@ -102,7 +102,7 @@ def test_a_footer_is_kept_when_a_file_is_encrypted_and_decrypted(parquet_test_da
             encryption = FileEncryption(footer_dek, b"kf", columns)  # type: ignore[arg-type]
             result = encrypted(data, encryption)
         except KeytoolsError:
-            continue  # A file that cannot be written; other tests say which these are.
+            continue  # This file cannot be written; other tests list such files.
         before = list(_parts(_plain_footer(data), _visible))
         footer = read_footer(MemorySource(result), keys)
         assert _encrypted_parts(result, footer, keys) == before, path.name
@@ -112,7 +112,7 @@ def test_a_footer_is_kept_when_a_file_is_encrypted_and_decrypted(parquet_test_da
 
 
 def test_all_is_kept_where_nothing_moves(parquet_test_data: Path) -> None:
-    """The plain reader and writer give back every footer, so that the comparison above compares all of it."""
+    """The plain reader and writer reproduce every footer, so that the comparison above covers all of it."""
     for path in sorted(parquet_test_data.glob("*.parquet")):
         data = path.read_bytes()
         length = int.from_bytes(data[-8:-4], "little")

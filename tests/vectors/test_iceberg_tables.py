@@ -1,4 +1,4 @@
-"""Encrypted tables that Iceberg's reference implementation wrote, read by unmodified PyIceberg with our FileIO."""
+"""Encrypted tables from Iceberg's reference implementation, read by unmodified PyIceberg with our FileIO."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_rows_with_equality_deletes_are_those_that_were_written(
         entries = [
             entry for manifest in current.manifests(file_io) for entry in manifest.fetch_manifest_entry(file_io)
         ]
-        # A Puffin file keeps vectors that another one replaced.
+        # A Puffin file keeps vectors that were replaced.
         current_vectors = {(f["path"], f.get("referenced_data_file")) for f in snapshot["files"]}
         vectors = {
             vector.referenced_data_file: set(vector.to_vector().to_pylist())
@@ -207,7 +207,7 @@ def test_a_worker_process_finds_the_keys_again(iceberg_test_data: Path, properti
     pickled = pickle.dumps(table.io)
     for snapshot in expected.snapshots:
         for file in snapshot["files"]:
-            # In another process nothing is known; a changed configuration stands for one here.
+            # A changed configuration simulates another process, which has nothing cached.
             configuration = Path(properties["keytools.config"])
             configuration.write_text(configuration.read_text() + "\n")
             worker = pickle.loads(pickled)
@@ -221,7 +221,7 @@ def test_nothing_is_written_in_plaintext(iceberg_test_data: Path, properties: di
     for location in (f"{table.location()}/data/new.parquet", f"{table.location()}/metadata/00004-x.metadata.json"):
         with pytest.raises(NotEncryptedError, match="load_table"):
             table.io.new_output(location)
-    # Another FileIO of the same process knows the folder too.
+    # Another FileIO of the same process knows the folder, too.
     without = copy.copy(properties)
     with pytest.raises(NotEncryptedError, match="load_table"):
         EncryptedFileIO(without).new_output(f"{table.location()}/data/new.parquet")

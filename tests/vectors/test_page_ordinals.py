@@ -1,7 +1,7 @@
-"""A chunk with more pages than there are page ordinals (spec 4.4.2): no reader takes a page whose ordinal wrapped.
+"""A chunk with more pages than there are page ordinals (spec 4.4.2): no reader accepts a wrapped ordinal.
 
-The ordinal is a short with a sign. A writer that counts on gives the page after the last ordinal a negative one,
-and at last two pages the same AAD: then they can be exchanged.
+The ordinal is a signed short. A writer that keeps counting gives the page after the last ordinal a negative one,
+and eventually gives two pages the same AAD: then they can be exchanged.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ WRAPPED = MAX_COUNT + 1
 
 
 class _SameBeginning(Sealer):
-    """Seals files of one chunk that begin with the same pages: those of the longest are sealed once for all."""
+    """Seals files of one chunk that begin with the same pages: the longest file's pages are sealed only once."""
 
     def seal_pages(self, pages: int) -> bytes:
-        """Return the file with so many pages."""
+        """Return the file with this number of pages."""
 
         def cut_index(r: int, c: int, index: OffsetIndex) -> None:
             index.page_locations = index.page_locations[:pages]
@@ -79,7 +79,7 @@ class Pages:
 
     Args:
         folder: Where they are.
-        is_left_to_arrow: Whether Arrow decrypts them, which needs one key for footer and column; else we do.
+        is_left_to_arrow: Whether Arrow decrypts them, which needs one key for footer and column; otherwise we do.
     """
 
     def __init__(self, folder: Path, *, is_left_to_arrow: bool) -> None:
@@ -99,14 +99,14 @@ class Pages:
         plain = take_apart(sink.getvalue())
         ((chunk,),) = plain.chunks
         assert len(chunk.pages) == WRAPPED
-        # There are as many entries in it as pages.
+        # It has as many entries as there are pages.
         chunk.column_index = chunk.chunk.column_index_offset = chunk.chunk.column_index_length = None
         columns = {0: FOOTER_KEY if is_left_to_arrow else (data_key("k1"), b"k1")}
-        # The kit packs ordinals as a writer does that counts on.
+        # The kit packs ordinals like a writer that keeps counting.
         self._sealer = _SameBeginning(plain, recipe(7, columns=columns, aad_prefix=None))
 
     def file(self, pages: int) -> Path:
-        """Return the file with so many pages."""
+        """Return the file with this number of pages."""
         path = self._folder / f"{pages}.parquet"
         if not path.exists():
             path.write_bytes(self._sealer.seal_pages(pages))
@@ -125,7 +125,7 @@ def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def read_last_value(tools: Keytools, path: Path, _: Path) -> int:
-    """Read the last page alone, which the offset index names."""
+    """Read only the last page, which the offset index names."""
     file = open_plain_file(key_service(tools), FileLocation.resolve(path), cache=PageCache())
     chunk = pq.read_metadata(pa.BufferReader(_shown(file))).row_group(0).column(0)
     end = chunk.data_page_offset + chunk.total_compressed_size
@@ -133,7 +133,7 @@ def read_last_value(tools: Keytools, path: Path, _: Path) -> int:
 
 
 def _shown(file: PlainFile) -> bytes:
-    """Return a file that has nothing but the footer of another one."""
+    """Return a file that has only the footer of another one."""
     length = int.from_bytes(file.read_at(file.size_bytes - 8, 4), "little") + 8
     return b"PAR1" + file.read_at(file.size_bytes - length, length)
 
@@ -169,12 +169,12 @@ def _rows(result: FileResult) -> int:
 
 @pytest.mark.parametrize(
     "reader",
-    # Views are read by the first two, and the third walks over pages as the rest does.
+    # The first two read views, and the third walks over pages like the rest.
     READERS if SOAK else ["dataset", "last page", "rekey in place"],
 )
 def test_no_reader_takes_more_pages_than_there_are_ordinals(pages: Pages, reader: str, tmp_path: Path) -> None:
     target = tmp_path / "x.parquet"
-    # Below, the longest chunk is walked over by `verify`.
+    # Below the limit, `verify` walks over the longest chunk.
     if SOAK:
         assert READERS[reader](pages.keytools(), pages.file(MAX_COUNT), target) == MAX_COUNT
         target.unlink(missing_ok=True)
@@ -183,7 +183,7 @@ def test_no_reader_takes_more_pages_than_there_are_ordinals(pages: Pages, reader
     if reader == "rekey in place":
         assert target.read_bytes() == pages.file(WRAPPED).read_bytes()
         target.unlink()
-    # `salvage` has no whole row group, and Arrow has words of its own.
+    # `salvage` has no complete row group, and Arrow has its own message.
     assert "more than 32768 pages" in str(refused.value) or reader in ("salvage", "read_table", "dataset")
     assert list(tmp_path.iterdir()) == []
 

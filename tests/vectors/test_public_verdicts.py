@@ -22,7 +22,7 @@ ENCRYPTED = {
     "external_key_material_java.parquet.encrypted": {"no-prefix", "padding"},
     "aes256/encrypt_columns_and_footer.parquet.encrypted": {"no-prefix", "padding"},
 }
-"""File -> rules that are broken; none of them a violation. The last two are parquet-java's."""
+"""File -> broken rules; none of them is a violation. The last two are parquet-java's."""
 
 GAPS = {
     "alltypes_dictionary.parquet",

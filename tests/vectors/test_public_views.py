@@ -1,4 +1,4 @@
-"""Every public file as a view: values are equal, and pages are byte for byte those of the plaintext file."""
+"""Every public file as a view: values are equal, and pages equal the plaintext file's byte for byte."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WAYS = list(
     itertools.product(("AES_GCM_V1", "AES_GCM_CTR_V1"), (False, True), ("footer key", "column key", "one column"))
 )
 if not SOAK:
-    # Each two of algorithm, footer and layout are together.
+    # Each pair of algorithm, footer and layout occurs.
     WAYS = [way for number, way in enumerate(WAYS) if (number // 6 + number // 3 + number % 3) % 2 == 0]
 
 
 def read(data: bytes) -> pa.Table | str:
-    """Return what pyarrow reads, or what it says."""
+    """Return the table that pyarrow reads, or its error."""
     try:
         return pq.read_table(pa.BufferReader(data))
     except (pa.ArrowException, OSError) as error:
@@ -39,7 +39,7 @@ def read(data: bytes) -> pa.Table | str:
 
 
 def check_ranges(file: PlainFile, data: bytes, count: int) -> None:
-    """Read ranges in any order; `file` is one of which nothing was read."""
+    """Read ranges in any order; no byte of `file` was read before."""
     choose = random.Random(len(data))
     for _ in range(count):
         start = choose.randrange(len(data) + 1)

@@ -1,4 +1,4 @@
-"""Every public plain file, encrypted in every way that makes sense, comes back equal."""
+"""Every public plain file, encrypted in every sensible way, comes back equal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parquet_keytools.format.pages import read_page_header, with_sizes
 from parquet_keytools.format.structs import BloomFilterHeader, ColumnMetaData, OffsetIndex
 from parquet_keytools.format.thrift import WireType
 
-# Offsets and sizes that a rewrite sets anew: in ColumnMetaData, and in ColumnChunk.
+# Offsets and sizes that a rewrite changes: in ColumnMetaData, and in ColumnChunk.
 _METADATA_OFFSETS = {7, 9, 10, 11, 14, 15}
 _CHUNK_OFFSETS = {2, 3, 4, 5, 6, 7}
 
@@ -55,7 +55,7 @@ def _encryption(
 
 
 def modules(data: bytes) -> list[Any]:
-    """Return all that is in a plaintext file, but for where it lies."""
+    """Return the contents of a plaintext file without positions."""
     footer = read_footer(MemorySource(data), None)
     source = MemorySource(data)
     result: list[Any] = [
@@ -105,13 +105,13 @@ _SCHEMA_KEYS = {
     b"org.apache.spark.version",
     b"writer.model.name",
 }
-"""Keys of the public files whose values say the schema, and are shown without anything else."""
+"""Keys of the public files whose values describe the schema, and are shown without anything else."""
 
 
 def _shown(found: list[Any], *ways: tuple[Algorithm, int, bool, str, str]) -> list[Any]:
-    """Return what can be compared of a file that had a plaintext footer.
+    """Return the comparable parts of a file that had a plaintext footer.
 
-    That is all but its key-value metadata, and by which columns its rows are sorted.
+    These are all but its key-value metadata, and the columns that its rows are sorted by.
     """
     if not any(way[2] for way in ways):
         return found
@@ -142,14 +142,14 @@ def files(parquet_test_data: Path) -> dict[str, tuple[bytes, Footer, list[Any], 
 
 
 def _has_length(number: int, way: tuple[Algorithm, int, bool, str, str]) -> bool:
-    """Return whether a file goes this way outside of a soak.
+    """Return whether a file is encrypted this way outside of a soak.
 
-    How long a key is changes nothing in a file but its ciphertext: each way with its length is gone by a twelfth
-    of all files, and each file goes a quarter of the ways, with one length of keys each.
+    The length of a key changes only a file's ciphertext: each way with its length is used for a twelfth
+    of all files, and each file uses a quarter of the ways, with one key length each.
     """
     algorithm, length_bits, plaintext_footer, layout, prefix = way
     first = WAYS.index((algorithm, KEY_LENGTHS[0], plaintext_footer, layout, prefix))
-    # The prefix counts fastest in it, and then the layout.
+    # The prefix varies fastest in it, and then the layout.
     turn = number + first + first // 3
     return KEY_LENGTHS.index(length_bits) == turn % len(KEY_LENGTHS) and turn // len(KEY_LENGTHS) % 4 == 0
 
@@ -161,7 +161,7 @@ def test_every_file_comes_back_equal(
     is_small_way = way[1] == 128 and way[4] == "stored"
     for number, (name, (data, footer, expected, table)) in enumerate(files.items()):
         if len(data) > 50_000 and not (is_small_way and (SOAK or way[3] == "own")):
-            continue  # The large files have many small pages, and add nothing new for each way.
+            continue  # The large files have many small pages, and add nothing new in each way.
         if not (is_small_way or SOAK or _has_length(number, way)):
             continue
         keys = NamedKeys()

@@ -1,4 +1,4 @@
-"""A row removed from every public file that can be read: all others stay as they are, or the file is refused."""
+"""A row removed from every readable public file: all other rows stay unchanged, or the file is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSED = {
 
 
 def choose(table: pa.Table) -> tuple[str, pa.ChunkedArray]:
-    """Return a filter for the value in the middle of a column, and which rows it matches."""
+    """Return a filter for the value in the middle of a column, and the rows that it matches."""
     for field in table.schema:
         values = table[field.name].drop_null()
         if (pa.types.is_integer(field.type) or pa.types.is_string(field.type)) and len(values):

@@ -1,4 +1,4 @@
-"""Every file of the vector kit is reported by exactly its rule, and the good ones conform."""
+"""Every file of the vector kit breaks exactly its rule, and the good files conform."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from parquet_keytools.encryption.module_cipher import MAX_INVOCATIONS
 
 
 def kit_keytools(expected: dict[str, Any]) -> Keytools:
-    """Return a Keytools with the keys of the kit, and what is expected of one vector."""
+    """Return a Keytools with the keys of the kit, and the expected result of one vector."""
 
     def encoded(keys: dict[str, bytes]) -> dict[str, str]:
         return {name: base64.b64encode(key).decode() for name, key in keys.items()}
@@ -93,7 +93,7 @@ def test_there_is_a_breaking_vector_for_each_rule() -> None:
 
 
 def test_good_files_check_every_rule_somewhere(tmp_path: Path) -> None:
-    """A rule that no good file ever checks would be one that cannot hold."""
+    """A rule that no good file checks could be one that never holds."""
     seen: set[str] = set()
     for vector in all_vectors():
         if vector.name.startswith("good/"):
@@ -128,13 +128,13 @@ def test_a_file_that_follows_its_table_conforms(name: str, table: dict[str, Any]
         report = keytools.verify_file(place_vector(good, tmp_path))
     assert report.conforms
     held = {result.rule.id for result in report.rules if result.outcome is Outcome.HOLDS}
-    # The length of a data key is its owner's affair.
+    # The length of a data key is its owner's choice.
     others = {"wanted-key-length"} if name == "column-keys" else set()
     assert {rule.id for rule in RULES if rule.id.startswith("wanted-")} - others <= held
 
 
 def test_an_index_page_has_no_ordinal(tmp_path: Path) -> None:
-    """The specification knows no such module, so `verify` stops there; who reads on counts data pages alone."""
+    """The specification has no such module, so `verify` stops; a reader that continues counts only data pages."""
     vector = next(vector for vector in all_vectors() if vector.name == "broken/index-page.parquet")
     plain = tmp_path / "plain.parquet"
     with kit_keytools({}) as keytools:

@@ -31,7 +31,7 @@ class DuckDb:
         return path
 
     def read(self, file: EncryptedFile) -> pa.Table:
-        """Read a file with the footer's DEK, which is all that DuckDB takes."""
+        """Read a file with the footer's DEK, the only key that DuckDB accepts."""
         with _connection(deks_of(file).footer) as connection:
             query = f"FROM read_parquet('{file.path}', encryption_config = {{footer_key: 'k'}})"
             return connection.sql(query).to_arrow_table()
@@ -40,7 +40,7 @@ class DuckDb:
 def _connection(footer_dek: bytes) -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect()
     connection.execute("SET TimeZone = 'UTC'")
-    # DuckDB takes a text of 16, 24 or 32 characters for the key itself, and so also base64 of 16 bytes.
+    # DuckDB uses a text of 16, 24 or 32 characters as the key itself, including base64 of 16 bytes.
     key = footer_dek.decode() if footer_dek.isalnum() else base64.b64encode(footer_dek).decode()
     connection.execute(f"PRAGMA add_parquet_key('k', '{key}')")
     return connection

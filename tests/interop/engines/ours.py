@@ -1,4 +1,4 @@
-"""parquet-keytools: pyarrow with keys of ours, and the module encryptor."""
+"""parquet-keytools: pyarrow with our keys, and the module encryptor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA_KEYS = {name: secrets.token_hex(8).encode() for name in MASTER_KEYS}
 
 
 def base64_keys(keys: Mapping[str, bytes]) -> dict[str, str]:
-    """Return keys as configurations take them."""
+    """Return keys in the form of a configuration."""
     return {name: base64.b64encode(key).decode() for name, key in keys.items()}
 
 
@@ -34,8 +34,8 @@ def keytools(policy: Policy, *, keys_in_file: bool = True, moves: Mapping[str, s
 
     Args:
         policy: The policy.
-        keys_in_file: Whether files carry key metadata; if not, the configuration says which data key is for what.
-        moves: Master keys that files have moved from, and those that they are under now.
+        keys_in_file: Whether files carry key metadata; if not, the configuration assigns the data keys.
+        moves: Former master keys of files, and their present ones.
     """
     document: dict[str, object] = {
         "version": 1,
@@ -74,10 +74,10 @@ def table_settings(policy: Policy) -> dict[str, object]:
 
 
 class ArrowPath:
-    """`Keytools.write_table` and `read_table`, for policies that pyarrow can do."""
+    """`Keytools.write_table` and `read_table`, for policies that pyarrow supports."""
 
     def write(self, policy: Policy, folder: Path) -> Path:
-        """Write the sample; refuses what the module encryptor would have to do."""
+        """Write the sample; refuses anything that needs the module encryptor."""
         path = folder / "file.parquet"
         result = keytools(policy).write_table(sample(policy), path, **write_options(policy))
         # pyarrow would show size statistics of encrypted columns in a plaintext footer, and replace external key
@@ -116,9 +116,9 @@ class Deks:
     """The DEKs of a file, for engines without a KMS client.
 
     Attributes:
-        footer: Of the footer.
-        columns: Dotted path -> DEK of the columns that have a key of their own.
-        aad_prefix: The AAD prefix, where it has to be supplied.
+        footer: The footer's DEK.
+        columns: Dotted path -> DEK of the columns that have their own key.
+        aad_prefix: The AAD prefix, if it must be supplied.
     """
 
     footer: bytes
@@ -127,14 +127,14 @@ class Deks:
 
 
 def column_data_keys(policy: Policy) -> dict[str, bytes]:
-    """Return dotted path -> data key of the columns that have a key of their own."""
+    """Return dotted path -> data key of the columns that have their own key."""
     return {column: DATA_KEYS[name] for name, columns in column_keys(policy).items() for column in columns}
 
 
 def deks_of(file: EncryptedFile) -> Deks:
-    """Return the DEKs of a file: the data keys, or what its key material holds."""
+    """Return the DEKs of a file: the data keys, or the DEKs in its key material."""
     if file.policy.data_keys and file.policy.aad_prefix != "supplied":
-        # DuckDB writes files that nobody else can open.
+        # Only DuckDB can open the files that it writes.
         return Deks(DATA_KEYS["footer"], column_data_keys(file.policy), None)
     service = KeyService(keytools_for(file).configuration, None, lambda: 0.0)
     (opened,) = service.open_files([FileLocation.resolve(file.path, None)])

@@ -57,7 +57,7 @@ class PlainPyarrow:
         return path
 
     def read(self, file: EncryptedFile) -> pa.Table:
-        """Read a file: with the KMS, or with the footer's DEK, which is all that pyarrow takes."""
+        """Read a file: with the KMS, or with the footer's DEK, the only key that pyarrow accepts."""
         if file.policy.data_keys:
             deks = deks_of(file)
             prefix = None if deks.aad_prefix is None else deks.aad_prefix.encode()

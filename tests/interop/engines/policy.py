@@ -1,4 +1,4 @@
-"""How a file is encrypted, in terms that all engines have in common."""
+"""How a file is encrypted, in terms that all engines share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Policy:
     """How a file is encrypted.
 
     Attributes:
-        title: What is special about it; column keys under an encrypted footer are not.
-        column_keys: Whether columns have keys of their own; if not, all are encrypted with the footer key.
-        unlisted_with_footer_key: Whether columns without a key of their own are encrypted with the footer key.
-        data_page_version: Of the pages; 1 where it makes no difference.
+        title: Its special feature; column keys under an encrypted footer are the norm.
+        column_keys: Whether columns have their own keys; if not, all are encrypted with the footer key.
+        unlisted_with_footer_key: Whether columns without their own key are encrypted with the footer key.
+        data_page_version: The version of data pages; 1 if it makes no difference.
         flat: Whether there are only columns that are not nested, with one page a chunk and no Bloom filters.
-        data_keys: Whether the caller manages the data keys, and no KMS is asked.
+        data_keys: Whether the caller manages the data keys, and no KMS is called.
     """
 
     title: str
@@ -55,7 +55,7 @@ PREFIX_STORED = Policy("AAD prefix, stored", aad_prefix="stored")
 PREFIX_SUPPLIED = Policy("AAD prefix, supplied by the reader", aad_prefix="supplied")
 
 ARROW_CAN = (COLUMN_KEYS, FOOTER_KEY, FLAT, PLAINTEXT_FOOTER, CTR, SINGLE_256, EXTERNAL, V2_PAGES)
-"""What Arrow can write with keys from a KMS."""
+"""The policies that Arrow can write with keys from a KMS."""
 
 DATA_KEYS = Policy("data keys: column keys", data_keys=True)
 DATA_KEYS_FOOTER_KEY = Policy("data keys: footer key for all columns", data_keys=True, column_keys=False)
@@ -71,12 +71,12 @@ DATA_KEYS_PREFIX = Policy(
 )
 
 WITHOUT_KMS = (DATA_KEYS, DATA_KEYS_FOOTER_KEY, DATA_KEYS_FLAT, DATA_KEYS_PLAINTEXT_FOOTER, DATA_KEYS_PREFIX)
-"""What can be written with data keys that the caller manages."""
+"""The policies that can be written with data keys that the caller manages."""
 
 
 @dataclass(frozen=True)
 class EncryptedFile:
-    """A file of the matrix: who wrote it, how, and where it is."""
+    """A file of the matrix: its writer, its policy, and its path."""
 
     writer: str
     policy: Policy

@@ -78,7 +78,7 @@ def column_keys(policy: Policy) -> dict[str, list[str]]:
 
 
 def write_options(policy: Policy) -> dict[str, Any]:
-    """Return how pyarrow lays the file out: several row groups and pages, page index, CRCs."""
+    """Return pyarrow's layout options: several row groups and pages, page index, CRCs."""
     return {
         "row_group_size": ROW_GROUP_ROWS,
         "max_rows_per_page": ROWS if policy.flat else PAGE_ROWS,

@@ -31,7 +31,7 @@ KMS_OPTIONS = {
     "parquet.encryption.kms.client.class": "InteropKeys$Kms",
     "interop.master.keys": ",".join(f"{name}:{key}" for name, key in base64_keys(MASTER_KEYS).items()),
 }
-"""What Spark needs to read files with key material, and to write them."""
+"""The settings with which Spark reads and writes files with key material."""
 
 LAYOUT_OPTIONS = {
     "parquet.block.row.count.limit": str(ROW_GROUP_ROWS),
@@ -43,7 +43,7 @@ LAYOUT_OPTIONS = {
 BLOOM_FILTER_OPTIONS = {
     "parquet.bloom.filter.enabled#name": "true",
     "parquet.bloom.filter.expected.ndv#name": "11",
-    # A chunk with a dictionary for all of its pages gets no Bloom filter.
+    # A chunk with a dictionary for all its pages gets no Bloom filter.
     "parquet.enable.dictionary#name": "false",
 }
 
@@ -53,7 +53,7 @@ def spark_session(folder: Path) -> Iterator[SparkSession]:
     """Start a small Spark on this machine, with the classes of `InteropKeys.java`, and ours.
 
     Args:
-        folder: For the compiled classes, and what Spark leaves behind.
+        folder: For the compiled classes, and Spark's leftovers.
     """
     from pyspark.sql import SparkSession
 
@@ -96,7 +96,7 @@ def spark_session(folder: Path) -> Iterator[SparkSession]:
 
 
 def _compile(session: SparkSession, classes: Path) -> None:
-    """Compile with Janino, Spark's own compiler, so that no JDK is needed; and load that, and our jar."""
+    """Compile with Janino, Spark's own compiler, so that no JDK is needed; and load the classes, and our jar."""
     compiler = session._jvm.org.codehaus.janino.SimpleCompiler()
     compiler.cook(JAVA_SOURCE.read_text())
     for name, code in dict(compiler.getBytecodes()).items():
@@ -164,12 +164,12 @@ class Spark:
         return self.write_frame(self.plain_frame(policy, folder), folder / "spark", options)
 
     def plain_frame(self, policy: Policy, folder: Path) -> DataFrame:
-        """Return the sample, from a plaintext file that it is written to."""
+        """Return the sample, read from a plaintext file."""
         return self.session.read.parquet(str(write_plain(folder / "plain.parquet", policy)))
 
     @staticmethod
     def layout_options(policy: Policy) -> dict[str, str]:
-        """Return the properties that say what files look like, encrypted or not."""
+        """Return the properties of the file layout, encrypted or not."""
         options = LAYOUT_OPTIONS | {"parquet.writer.version": f"PARQUET_{policy.data_page_version}_0"}
         return options | ({"parquet.page.row.count.limit": str(ROWS)} if policy.flat else BLOOM_FILTER_OPTIONS)
 

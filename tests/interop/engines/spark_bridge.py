@@ -1,4 +1,4 @@
-"""Spark with our factory and KMS bridge: one configuration for all files, a table of it for each policy."""
+"""Spark with our factory and KMS bridge: one configuration for all files, with a table for each policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRITABLE = (
     policies.SINGLE_256,
     policies.UNLISTED,
 )
-"""What our options for Spark's writer do not refuse."""
+"""The policies that our options for Spark's writer do not refuse."""
 
 TABLES = (*dict.fromkeys((*WRITABLE, *policies.ARROW_CAN, policies.PREFIX_STORED, policies.PREFIX_SUPPLIED)),)
 """The policies whose files it reads, each as a table."""
@@ -38,9 +38,9 @@ TABLES = (*dict.fromkeys((*WRITABLE, *policies.ARROW_CAN, policies.PREFIX_STORED
 class SparkBridge:
     """Spark's own Parquet writer and reader, as `parquet_keytools.spark.configure` sets them up.
 
-    Args:
+    spark: A session with our jar; other reads and writes in it use other factories.
         spark: Whose session has our jar; other reads and writes in it use other factories.
-        folder: For the configuration, whose keys are in clear: executors get its path only.
+        folder: For the configuration, whose keys are in plaintext: executors get only its path.
     """
 
     def __init__(self, spark: Spark, folder: Path) -> None:
@@ -59,7 +59,7 @@ class SparkBridge:
 
     @cached_property
     def _options(self) -> dict[str, str]:
-        """What `configure` sets for a whole session, as options of a read or write."""
+        """The session settings of `configure`, as options of a read or write."""
         settings = session_settings(self._keytools.configuration)
         start = "spark.hadoop."
         return {name.removeprefix(start): value for name, value in settings.items() if name.startswith(start)}

@@ -1,4 +1,4 @@
-"""PySpark's daemon, which forks Python workers, after the import of what ours import: most of their time."""
+"""PySpark's daemon, which forks Python workers after importing what our workers import: most of their time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ import parquet_keytools.spark.map_files
 import parquet_keytools.spark.pipelines  # noqa: F401
 
 if __name__ == "__main__":
-    # Else each worker copies all that its collector of garbage looks at.
+    # Otherwise, the garbage collector of each worker would copy the memory that it visits.
     gc.freeze()
     manager()

@@ -41,7 +41,7 @@ PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """Runs the command line in this process; nothing that it prints may hold a master key."""
+    """Runs the command line in this process; its output must not contain a master key."""
     outputs: list[str] = []
 
     def invoke(*arguments: object) -> Result:
@@ -59,9 +59,9 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture
 def on_a_terminal() -> Callable[..., tuple[str, bytes]]:
-    """Runs the command line in a process whose stderr is a terminal; returns what is shown there, and stdout.
+    """Runs the command line in a process whose stderr is a terminal; returns its output there, and stdout.
 
-    With `stdout_too` both are the terminal.
+    With `stdout_too`, both are the terminal.
     """
 
     def invoke(*arguments: object, stdout_too: bool = False) -> tuple[str, bytes]:
@@ -75,7 +75,7 @@ def on_a_terminal() -> Callable[..., tuple[str, bytes]]:
         while True:
             try:
                 part = os.read(ours, 4096)
-            except OSError:  # Linux says so where the other end of a terminal is closed.
+            except OSError:  # Linux raises it once the other end of a terminal is closed.
                 break
             if not part:
                 break
@@ -92,7 +92,7 @@ def on_a_terminal() -> Callable[..., tuple[str, bytes]]:
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(CONFIGURATION)
-    path.chmod(0o600)  # There are keys in it.
+    path.chmod(0o600)  # It contains keys.
     return path
 
 
@@ -141,10 +141,10 @@ class KeystoreCase:
 
     Attributes:
         config: The configuration.
-        keystore: The keystore, as an operator has it.
-        data: Folder of the data set.
+        keystore: The keystore, as its operator opens it.
+        data: The data set's folder.
         files: Its two files.
-        table: What each holds.
+        table: The contents of each file.
     """
 
     config: Path
@@ -154,7 +154,7 @@ class KeystoreCase:
     table: pa.Table
 
     def digest(self) -> dict[str, bytes]:
-        """What lies under the folder."""
+        """The contents of the folder."""
         return {str(path): path.read_bytes() for path in sorted(self.data.rglob("*")) if path.is_file()}
 
     def names(self) -> list[str]:
@@ -169,7 +169,7 @@ class KeystoreCase:
 
 @pytest.fixture
 def keystore_case(tmp_path: Path, table: pa.Table) -> Callable[..., KeystoreCase]:
-    """Makes a data set whose footer is under `footer` and whose column `name` is under `pii`."""
+    """Creates a data set whose footer is under `footer` and whose column `name` is under `pii`."""
 
     def make(more: str = "", **settings: object) -> KeystoreCase:
         passphrase = tmp_path / "passphrase"

@@ -105,7 +105,7 @@ def test_against_a_file(run, config: Path, tmp_path: Path, footer: str, table: p
         pq.write_table(table, path)
     else:
         writer = tmp_path / "writer.yaml"
-        # Another prefix than the configuration that is checked: the schema is readable all the same.
+        # The prefix differs from the checked configuration: the schema is readable nevertheless.
         more = "    aad_prefix: other\n" + ("    plaintext_footer: true\n" if footer == "plaintext footer" else "")
         writer.write_text(text + more)
         Keytools.from_yaml(writer).write_table(table, path)
@@ -163,7 +163,7 @@ def test_an_unknown_table_is_a_wrong_configuration(run, config: Path) -> None:
 def test_schema_needs_no_configuration(run) -> None:
     done = run("check", "--schema")
     assert done.exit_code == 0
-    # Libraries of backends may warn on stderr of their own age when they are first imported.
+    # Libraries of backends may warn on stderr about their age when they are first imported.
     assert "Error" not in done.stderr
     assert json.loads(done.stdout) == configuration_json_schema()
 

@@ -167,7 +167,7 @@ def test_a_folder_is_mirrored(run, config: Path, folder: Path, tmp_path: Path, t
 def test_values_of_a_column_under_a_key_do_not_stay_in_the_names_of_folders(
     run, config: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """A glob that fits another column of the files, too, is no error for want of columns."""
+    """A glob that also matches another column of the files is no error for missing columns."""
     target = tmp_path / "target"
     (folder / "na%6De2=of somebody").mkdir()
     (folder / "year=1" / "a.parquet").rename(folder / "na%6De2=of somebody" / "a.parquet")
@@ -346,7 +346,7 @@ def test_an_interruption_leaves_nothing_partial(
         sink.write_at(0, b"half of it")
         if signal_number == signal.SIGINT:
             raise KeyboardInterrupt
-        # It comes to the main thread, which is this one or waits for it.
+        # It is raised in the main thread, which is this one or waits for it.
         os.kill(os.getpid(), signal_number)
         raise OSError(5, "the file system failed, too")
 
@@ -386,7 +386,7 @@ def test_a_run_that_was_cut_off_is_continued(
     assert names(target) == PARTS and (target / PARTS[0]).read_bytes() == kept
     document = json.loads(run(*ask, "--json").stdout)
     assert [file["skipped"] for file in document["files"]] == [True] * 3
-    # What is not the result of this command stays, and is an error.
+    # Files that this command did not make stay, and are an error.
     (target / PARTS[0]).write_bytes(b"somebody's")
     done = run(*ask)
     assert done.exit_code == 1 and "differs from what converting" in done.stderr
@@ -510,7 +510,7 @@ def test_a_full_disk_is_said_once(run, config, plain, tmp_path, monkeypatch, com
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    # Where space is not taken first, the disk is full when the file is written.
+    # Without preallocation, the disk is full when the file is written.
     monkeypatch.setattr("os.posix_fallocate" if hasattr(os, "posix_fallocate") else "os.pwrite", full)
     done = run(command, source, target, "--config", config)
     text = " ".join(done.stderr.split())

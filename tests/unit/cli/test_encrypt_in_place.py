@@ -168,7 +168,7 @@ def test_contradictions_are_refused(run, config: Path, plain: Path, more: list[s
 def test_a_plaintext_column_that_the_table_no_longer_decides_about_is_an_error(
     run, config: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """After the default of `unlisted_columns` changed, or a column was taken off a list."""
+    """After the default of `unlisted_columns` changed, or a column was removed from a list."""
     settings = config.read_text()
     assert "    unlisted_columns: plaintext\n" in settings
     target = tmp_path / "target"

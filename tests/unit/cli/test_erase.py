@@ -1,4 +1,4 @@
-"""`erase`: one tenant's data becomes unreadable, all other data is read, and a certificate says so."""
+"""`erase`: one tenant's data becomes unreadable, all other data stays readable, and a certificate states it."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ ALL_KEYS = {"footer", "shared", "prod/acme", "prod/bolt"}
 
 
 def check_certificate(document: dict[str, Any], folder: Path | None) -> None:
-    """Check a certificate as docs/erase.md describes it, with nothing but the standard library.
+    """Check a certificate as docs/erase.md describes it, with only the standard library.
 
     Args:
         document: The certificate.
-        folder: Where paths of files begin, if the files are still there.
+        folder: The folder that paths of files are relative to, if the files still exist.
     """
     claimed = document["sha256"]
     rest = {name: value for name, value in document.items() if name != "sha256"}
@@ -190,7 +190,7 @@ def test_footers_under_the_key_of_the_tenant(tmp_path: Path, key_material: str, 
     place.write()
     first = place.erase("--yes", "acme", "--json")
     assert first.exit_code == 0, first.output
-    # The footer is under the key that is gone: the repeated run names it without the names of hidden columns.
+    # The footer is under the deleted key: the repeated run names the file without its hidden columns.
     second = place.erase("--yes", "acme", "--json")
     assert second.exit_code == 0, second.output
     one, two = (json.loads(done.stdout) for done in (first, second))
@@ -288,7 +288,7 @@ def test_another_table_uses_the_master_key(place: Place) -> None:
     other = {"footer_key": "footer", "column_keys": {"acme-key": ["x"]}, "unlisted_columns": "plaintext"}
     place.document["tables"]["other"] = other
     place.document["master_keys"]["acme-key"] = "prod/acme"
-    # A name of the same key is refused before any file is read.
+    # Another name of the same key is refused before any file is read.
     assert place.erase("--yes", "acme").exit_code == 2
     del place.document["master_keys"]["acme-key"]
     other["column_keys"] = {"prod/acme": ["x"]}
@@ -322,7 +322,7 @@ def test_two_templates_give_one_key_to_two_values(place: Place) -> None:
     place.document["master_keys"] = {"tenant-{tenant}": "prod/{tenant}", "note-{tenant}": "prod/bo{tenant}"}
     place.table["column_keys"] = {"tenant-{tenant}": ["email"], "note-{tenant}": ["note"]}
     place.keystore.create_key("prod/bobolt")
-    # The key of the notes of `lt`, whose files may lie elsewhere.
+    # The key of the notes of `lt`, whose files may be elsewhere.
     done = place.erase("--yes", "bolt", tenant="bolt")
     assert done.exit_code == 1 and "'note-{tenant}' of table 'events' can mean the same" in done.stdout
     assert place.keys() >= ALL_KEYS
@@ -374,7 +374,7 @@ def test_wrong_values(place: Place) -> None:
     assert place.keys() == ALL_KEYS
 
 
-# --- status, cancellation, and KMSs that do other things ---
+# --- status, cancellation, and misbehaving KMSs ---
 
 
 def test_status_follows_the_deletion(place: Place) -> None:
@@ -390,7 +390,7 @@ def test_status_follows_the_deletion(place: Place) -> None:
 
 
 class Stubborn(InMemoryKms):
-    """Says that a key is deleted, and unwraps with it; or cannot be reached after the deletion."""
+    """Reports that a key is deleted, and unwraps with it; or cannot be reached after the deletion."""
 
     unreachable = False
     deleted = False
@@ -453,7 +453,7 @@ def test_the_proof_is_by_a_client_without_memory(place: Place, monkeypatch: pyte
     known: dict[tuple[int, UnwrapRequest], Any] = {}
 
     def remembered(self: KeystoreKms, requests: Sequence[UnwrapRequest]) -> list[Any]:
-        """Answer again what this client answered before."""
+        """Repeat this client's earlier answer."""
         missing = [request for request in requests if (id(self), request) not in known]
         for request, answer in zip(missing, unwrap_many(self, missing) if missing else [], strict=True):
             known[id(self), request] = answer

@@ -106,7 +106,7 @@ def test_rewrite_is_asked_for(run, keystore_case) -> None:
 
 
 class KilledError(BaseException):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 def test_the_record_of_a_killed_run_shows_what_it_found(run, keystore_case, tmp_path: Path, monkeypatch) -> None:
@@ -125,12 +125,12 @@ def test_the_record_of_a_killed_run_shows_what_it_found(run, keystore_case, tmp_
     with pytest.raises(KilledError):
         run(*arguments, record)
     monkeypatch.setattr(rewrite.Rewriting, "rewrite", original)
-    # As SIGKILL leaves it: what was found, and nothing of what was done.
+    # The state that SIGKILL leaves: the matches, and no record of the work.
     record.write_bytes(planned[0])
     plan = json.loads(planned[0])
     assert not plan["complete"]
     assert {(file["outcome"], file["rows_removed"]) for file in plan["files"]} == {("with matching rows", 2)}
-    # No other run replaces it, also not a dry run.
+    # No other run replaces it, not even a dry run.
     for more in ((), ("--dry-run",)):
         done = run(*arguments, record, *more)
         assert done.exit_code == 2 and "exists already" in done.stderr and record.read_bytes() == planned[0]

@@ -1,4 +1,4 @@
-"""`verify --record` and `--expect`, and lists that `rotate` and `rekey` keep up to date."""
+"""`verify --record` and `--expect`, and lists that `rotate` and `rekey` update."""
 
 import json
 import shutil
@@ -98,7 +98,7 @@ def test_a_list_is_not_believed_before_it_is_authentic(listed) -> None:
         one.change(**{**good, **fields})
         done = one.expect()
         assert done.exit_code == 1 and "HMAC is wrong" in done.stderr, done.output
-        # Nothing was verified with it.
+        # It was not used for verification.
         assert not done.stdout
         one.list.write_text(json.dumps(good))
 
@@ -125,7 +125,7 @@ def test_a_list_under_another_master_key_is_refused(listed) -> None:
 
 
 def test_key_material_of_a_file_authenticates_no_list(listed) -> None:
-    # Its DEK is known to those who may read the file.
+    # Readers of the file know its DEK.
     one = listed()
     with Keytools.from_yaml(one.case.config) as keytools:
         inspected = keytools.inspect_file(one.case.files[0])
@@ -185,7 +185,7 @@ def test_rotate_after_an_interruption(listed) -> None:
     one = listed()
     case = one.case
     case.keystore.rotate_key("pii")
-    # As if the run was killed after the first file.
+    # As if the run had been killed after the first file.
     assert one.run("rotate", case.files[0], "--config", case.config).exit_code == 0
     assert one.expect().exit_code == 1
     assert one.run("rotate", case.data, "--config", case.config, "--update-list", one.list).exit_code == 0

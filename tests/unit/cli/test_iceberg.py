@@ -175,7 +175,7 @@ def test_a_property_is_name_and_value(command: Command) -> None:
     assert status == 2
 
 
-# --- the metadata files of tables in a folder that `verify` checks ---
+# --- metadata files of tables in a folder that `verify` checks ---
 
 
 def verified(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:

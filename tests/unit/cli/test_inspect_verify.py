@@ -18,7 +18,7 @@ PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"
 
 
 def unstyle(text: str) -> str:
-    """Return a text without what colours it on a terminal."""
+    """Return a text without terminal colours."""
     return Text.from_ansi(text).plain
 
 
@@ -131,7 +131,7 @@ def test_inspect_fits_into_the_terminal(config: Path, encrypted: Path) -> None:
     for width in (80, 60):
         assert max(map(len, tree(width))) <= width
         assert words(width) == words(None)
-    # What goes on below itself leaves the lines of the tree whole.
+    # A line break within an entry keeps the vertical lines of the tree.
     assert any(line.startswith("│  │      ") for line in tree(80))
 
 
@@ -169,7 +169,7 @@ def test_verify_a_good_file(run, config: Path, encrypted: Path) -> None:
 
 def test_verify_says_no(run, config: Path, encrypted: Path, plain: Path) -> None:
     flip_a_page(encrypted)
-    # Column `id` is plaintext and has no CRC; the damage is in what the rules look at, or in `name`.
+    # Column `id` is plaintext and has no CRC; the damage is in bytes that the rules check, or in `name`.
     done = run("verify", plain)
     assert done.exit_code == 1
     assert "violation encrypted" in done.stdout
@@ -310,7 +310,7 @@ def test_an_encrypted_file_is_verified_where_plaintext_is_accepted(run, config: 
 def test_weaknesses_are_part_of_the_verdict_and_fail_if_strict(
     run, config: Path, encrypted: Path, plain: Path
 ) -> None:
-    # It has no AAD prefix, and its table wants none.
+    # It has no AAD prefix, and its table requires none.
     keys_only = config.with_name("keys.yaml")
     keys_only.write_text(config.read_text().partition("tables:")[0])
     keys_only.chmod(0o600)
@@ -366,7 +366,7 @@ def test_verify_of_a_folder_tells_once_what_many_files_have(run, config: Path, e
     for number in range(24):
         (encrypted.parent / f"copy {number:02}.parquet").write_bytes(encrypted.read_bytes())
     done = run("verify", encrypted.parent, "--config", config)
-    assert done.exit_code == 1  # one part many times
+    assert done.exit_code == 1  # many copies of one part
     lines = done.stdout.splitlines()
     assert sum(line.endswith(": conforms, with weaknesses") for line in lines) == 3
     assert "22 more conform; --verbose lists all." in lines

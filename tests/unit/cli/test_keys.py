@@ -83,7 +83,7 @@ def test_an_unknown_need_is_1(run, keystore_case) -> None:
     assert done.stderr.count("Keys unknown: ") == 1 and "Keys unknown: 2 files: " in done.stderr
     every = run("keys", case.data, "--config", case.config, "--verbose")
     assert every.stdout.count("Keys unknown: ") == 2 and "2 files: " not in every.stdout
-    # What it does see, it tells; and the KMS refused the rest.
+    # It reports what it can see; the KMS refused the rest.
     assert run("keys", case.data, "--config", case.config).exit_code == 3
     case.files[0].write_bytes(b"no Parquet file")
     counts = json.loads(run("keys", case.data, "--config", case.config, "--json").stdout)["counts"]
@@ -125,11 +125,11 @@ def test_without_a_kms(run, keystore_case, settings, seen) -> None:
     assert keys_of(done) == seen
     assert run("keys", case.data, "--fail-if-uses", "footer").exit_code == 1
     assert run("keys", case.data, "--fail-if-uses", "pii").exit_code == 1
-    # What files say of themselves proves nothing: that is not taken for a no.
+    # What files say about themselves proves nothing: it does not count as a no.
     done = run("keys", case.data, "--fail-if-uses", "times")
     assert done.exit_code == 1
     assert "is unknown" in done.stdout
-    # Without a KMS nobody tells versions.
+    # Without a KMS, versions are unknown.
     assert run("keys", case.data, "--fail-if-uses", "pii@2").exit_code == 1
 
 
@@ -170,11 +170,11 @@ def test_data_keys_and_plaintext_files(run, tmp_path: Path) -> None:
 
 def test_mistakes(run, keystore_case, tmp_path: Path) -> None:
     case = keystore_case()
-    # To a name with a typing error nothing would ever answer yes.
+    # A misspelt name would never match.
     done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "pi@1")
     assert done.exit_code == 2
     assert "the KMS has no master key 'pi'. Did you mean 'pii'?" in done.stderr
-    # Nor to a version that a variable holds which is not set.
+    # Nor would a version from a variable that is not set.
     done = run("keys", case.data, "--config", case.config, "--fail-if-uses", "pii@")
     assert done.exit_code == 2
     assert "'pii@' names no version." in done.stderr
@@ -217,7 +217,7 @@ def test_an_encrypted_file_that_readers_pass_over(run, keystore_case, name: str,
     assert file["error"] == "IncompleteDataSetError" and not file["all_keys_seen"]
     done = run(*ask, "--ignore-skipped")
     assert done.exit_code == 0 and "Nothing here needs times" in done.stderr and str(hidden) not in done.stdout
-    # By its name it is asked for like any other.
+    # Its name can be given like any other.
     done = run("keys", hidden, "--config", case.config, "--fail-if-uses", "footer")
     assert done.exit_code == 1 and "footer is still needed by 1 file," in done.stdout
 

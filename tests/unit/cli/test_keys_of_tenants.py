@@ -1,4 +1,4 @@
-"""What commands print for keys by template: one line for many tenants, and lines for exceptions."""
+"""The output of commands for keys by template: one line for many tenants, and lines for exceptions."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ class Place:
         return result.stdout
 
     def rows(self, *arguments: str, of: str = "prod/") -> list[list[str]]:
-        """Return the words of the lines about keys of tenants."""
+        """Return the words of the lines about tenants' keys."""
         lines = self.run(*arguments, "--wide").splitlines()
         return [line.split() for line in lines if line.strip().startswith(of)]
 
@@ -84,7 +84,7 @@ def test_rotations_show_one_line(place: Place) -> None:
     assert rows == [["prod/{tenant}", "(6", "values)", "1", "1", "12", "12"]]
     for tenant in TENANTS[:2]:
         place.run("keystore", "rotate-key", f"prod/{tenant}")
-    # Few keys are named.
+    # A few keys are named.
     rows = place.rows("rotate", str(place.data), "--dry-run")
     assert rows == [["prod/t0", "1", "2", "2", "2"], ["prod/t1", "1", "2", "2", "2"]]
     document = json.loads(place.run("rotate", str(place.data), "--json", "--new-keks"))

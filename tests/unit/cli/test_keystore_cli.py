@@ -205,7 +205,7 @@ def test_new_keystores_are_as_slow_to_guess_as_others() -> None:
 
 
 def test_the_keystore_of_a_configuration(tmp_path: Path) -> None:
-    """Catches a keystore that is made elsewhere than where the configuration looks for it."""
+    """Detects a keystore that is created in another place than the configuration's."""
     config = tmp_path / "tables.yaml"
     config.write_text(f"version: 1\nkms: {{type: keystore, path: keys.json, passphrase: '${{{VARIABLE}}}'}}\n")
     run("create-key", "pii", "--config", config)

@@ -35,7 +35,7 @@ def test_help_imports_nothing_slow() -> None:
 
 
 def test_python_without_docstrings_is_refused() -> None:
-    """Options would lose their names."""
+    """Otherwise, options would lose their names."""
     command = [sys.executable, "-OO", "-m", "parquet_keytools", "keys", "--help"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stdout) == (2, "")
@@ -124,7 +124,7 @@ def test_the_environment_names_the_configuration(
     for command in ("inspect", "verify"):
         assert "not authenticated" not in run(command, encrypted).stdout
     assert run("keys", encrypted, "--fail-if-uses", "times").exit_code == 0
-    # Of a keystore, too; what is given by --path goes before it.
+    # This also holds for a keystore; --path takes precedence.
     done = run("keystore", "list")
     assert done.exit_code == 2 and "is not a keystore" in done.stderr
     assert "there is no file" in run("keystore", "list", "--path", tmp_path / "none.json").stderr
@@ -249,7 +249,7 @@ def test_output_that_nobody_reads_ends_quietly() -> None:
     with os.fdopen(write_end, "w") as nobody:
         done = subprocess.run(
             [*PROGRAM, "check", "--schema"],
-            # Google's libraries warn of a Python that they will not support for long.
+            # Google's libraries warn about a Python version whose support will end soon.
             env=os.environ | {"PYTHONWARNINGS": "ignore::FutureWarning"},
             stdout=nobody,
             stderr=subprocess.PIPE,

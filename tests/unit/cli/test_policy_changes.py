@@ -1,4 +1,4 @@
-"""`check --since` and `check --against OLD.yaml`: what a change of labels or keys means for columns."""
+"""`check --since` and `check --against OLD.yaml`: how a change of labels or keys affects columns."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository whose configuration is in a folder."""
+    """A repository with a configuration in a folder."""
     folder = tmp_path / "repository"
     (folder / "keys" / "labels").mkdir(parents=True)
     (folder / "keys" / "c.yaml").write_text(CONFIGURATION)
@@ -176,7 +176,7 @@ def test_another_master_key_behind_a_name_is_shown(run, repository: Path) -> Non
 
 
 def test_a_pattern_under_a_key_that_is_called_plaintext(run, tmp_path: Path) -> None:
-    """Texts are equal before and after, and yet the columns lose their key."""
+    """The texts are equal before and after, and yet the columns lose their key."""
     head = "version: 1\nkms: {type: in_memory, keys: [footer, plaintext]}\ntables:\n  t:\n    footer_key: footer\n"
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
     new.write_text(head + "    unlisted_columns: plaintext\n    column_keys: {footer: [a]}\n")

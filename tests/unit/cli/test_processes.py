@@ -1,4 +1,4 @@
-"""Folders of many small files in several processes: as one process does it, whatever happens to one of them."""
+"""Folders of many small files in several processes: the same results as in one process, whatever fails."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def many(tmp_path: Path, table: pa.Table) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """How many worker processes each command starts that starts any."""
+    """The number of worker processes that each command starts, if it starts any."""
     numbers: list[Any] = []
 
     class Recording(ProcessPoolExecutor):
@@ -93,7 +93,7 @@ def test_commands_say_the_same(run, config: Path, many: Path, tmp_path: Path, ta
         for command, status in (
             (("encrypt", many, encrypted), 1),
             (("decrypt", encrypted, decrypted, "--mode", "640", "--json"), 0),
-            # Those of the next tests, too.
+            # Workers of the next tests, too.
             *(
                 [
                     (("encrypt", many, encrypted, "--skip-existing", "--json"), 1),
@@ -119,7 +119,7 @@ def test_commands_say_the_same(run, config: Path, many: Path, tmp_path: Path, ta
 
 @pytest.fixture
 def sharing(tmp_path: Path, config: Path) -> Path:
-    """Eight files that pandas wrote with one and the same properties."""
+    """Eight files that pandas wrote with the same properties."""
     frame = pd.DataFrame(
         {"id": range(80), "name": [f"name {row}" for row in range(80)], "part": list(range(8)) * 10}
     )
@@ -147,7 +147,7 @@ def test_files_that_share_keys_are_found_in_whatever_process(
 
 @pytest.mark.usefixtures("warm_workers")
 def test_nonces_of_different_processes_are_compared(run, tmp_path: Path, started: list[Any]) -> None:
-    """Two files that share a DEK, and one nonce: each is verified by a worker of its own."""
+    """Two files that share a DEK and one nonce: each is verified by a different worker."""
     vectors = {vector.rule: vector for vector in breaking_vectors() if vector.rule is not None}
     folder = place_vector(vectors["nonce-shared"], tmp_path)
     # The first file is verified here.
@@ -237,7 +237,7 @@ def test_no_secret_is_pickled_and_what_cannot_be_stays_here(
     for form in (secret.encode(), b"a key of 16 byte", b"a key of 16 byte".hex().encode()):
         assert form not in pickled[0]
 
-    # Keys that stand in a mapping, or are in a client that was passed in, do not leave this process.
+    # Keys in a mapping, or in a client that was passed in, do not leave this process.
     open_keys = dict.fromkeys(keys, secret)
     in_document = Keytools.from_mapping(document | {"kms": {"type": "in_memory", "keys": open_keys}})
     passed_in = Keytools.from_mapping(document, kms=InMemoryKms(dict.fromkeys(keys, b"a key of 16 byte")))
@@ -260,7 +260,7 @@ def test_a_configuration_from_a_pipe_is_read_once(
     started: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As `--config <(sops --decrypt config.yaml)` has it. Workers would find nothing there, or wait for ever."""
+    """As with `--config <(sops --decrypt config.yaml)`. Workers would find it empty, or wait forever."""
     text = config.read_text()
     if not has_secrets:
         for name, key in MASTER_KEYS.items():
@@ -293,7 +293,7 @@ def test_a_configuration_from_a_named_pipe_is_read_once(
 
 
 def test_a_configuration_from_stdin_is_read_once(config: Path, folder: Path, tmp_path: Path) -> None:
-    """Also where that is a file: a worker has another stdin. Paths begin where the command was given."""
+    """Even if stdin is a file: a worker has another stdin. Paths are relative to the command's folder."""
     Path(tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "passphrase").touch(mode=0o600)
     (tmp_path / "keys" / "passphrase").write_text("canary horse battery")
@@ -356,7 +356,7 @@ def copying(tmp_path: Path, many: Path) -> Callable[..., subprocess.Popen[str]]:
 
 def assert_workers_end(tmp_path: Path) -> None:
     ids = [int(path.name) for path in (tmp_path / PIDS).iterdir()]
-    # One may not have begun.
+    # One may not have started.
     assert len(ids) >= 2
     end = time.monotonic() + 60
     while any(is_running(process_id) for process_id in ids):
@@ -396,7 +396,7 @@ def test_one_file_fails(copying, many: Path, tmp_path: Path, name: str, said: st
         assert done == FILES and f"Copied {FILES} of {FILES + 1} files" in stdout
     else:
         assert not (tmp_path / "copies" / "year=1" / f"{name}.parquet").exists()
-        # What a killed process had done and not reported is not counted.
+        # Work that a killed process did and did not report is not counted.
         pattern = (
             rf"(\d+) of {FILES + 1} files were copied before"
             if name == "killed"
@@ -409,7 +409,7 @@ def test_one_file_fails(copying, many: Path, tmp_path: Path, name: str, said: st
 
 
 def test_an_interruption_finishes_what_was_begun(copying, tmp_path: Path) -> None:
-    """As a terminal does it: the signal goes to all processes of the command."""
+    """As from a terminal: the signal goes to all processes of the command."""
     process = copying("slow 1", "slow 2")
     wait_for(tmp_path, "slow 1", "slow 2")
     os.killpg(process.pid, signal.SIGINT)
@@ -424,7 +424,7 @@ def test_an_interruption_finishes_what_was_begun(copying, tmp_path: Path) -> Non
 
 
 def test_sigterm_ends_all_processes(copying, tmp_path: Path) -> None:
-    """As `systemctl stop` does it: worker processes end in the middle of their files."""
+    """As with `systemctl stop`: worker processes end in the middle of their files."""
     process = copying("slowest 1", "slowest 2")
     wait_for(tmp_path, "slowest 1", "slowest 2")
     os.killpg(process.pid, signal.SIGTERM)
@@ -507,7 +507,7 @@ def test_what_a_killed_process_left_is_encrypted_by_the_next_run(
 def test_a_configuration_that_changes_ends_the_command(
     run, config: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What workers read in its place is another configuration."""
+    """Workers would read another configuration in its place."""
     load = loader.load_configuration
 
     def load_and_change(path: Path) -> Any:
@@ -526,7 +526,7 @@ def test_a_configuration_that_changes_ends_the_command(
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_number_of_processes_is_one_or_more(run, config: Path, many: Path, tmp_path: Path, number: int) -> None:
-    """And nothing is begun."""
+    """No work begins."""
     for command in (("verify", many), ("rekey", many, "--in-place"), ("encrypt", many, tmp_path / "e")):
         assert run(*command, "--config", config, "--processes", number).exit_code == 2
     assert not (tmp_path / "e").exists()

@@ -44,7 +44,7 @@ def test_a_leaked_kek_is_not_used_again(run, keystore_case) -> None:
 
     before = keks()
     with Keytools.from_yaml(case.config) as keytools:
-        # This process has the KEKs with which it wrote.
+        # This process has cached the KEKs that it used for writing.
         keytools.write_table(case.table, case.files[0])
         assert keytools.rekey_in_place(case.data).succeeded
     assert len(before) == len(keks()) == 2
@@ -107,7 +107,7 @@ def test_nothing_encrypted_comes_to_lie_in_plaintext(run, keystore_case, weaker:
     assert done.exit_code == 1
     assert f"in plaintext in the table 'people': {lost}." in done.stderr
     assert case.digest() == before
-    # To say so is to mean it.
+    # The option is explicit consent.
     config.write_text(config.read_text() + f"  open: {weaker}\n")
     arguments = ["--config", config, "--table", "people", "--to-table", "open", "--in-place"]
     assert run("rekey", case.data, *arguments).exit_code == 0

@@ -1,4 +1,4 @@
-"""`parquet-keytools report`: what it answers, and that its page is safe to open, to print, and to listen to."""
+"""`parquet-keytools report`: its contents, and that its page is safe to open, to print, and to hear read aloud."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_an_existing_page_is_kept(run, keystore_case, tmp_path: Path) -> None:
 
 @pytest.fixture
 def page(run, tmp_path: Path) -> Path:
-    """A report on hostile names: of a column, a file, a master key and a configuration."""
+    """A report with hostile names: of a column, a file, a master key and a configuration."""
     keys = {"footer": "Zm9vdGVyZm9vdGVyZm9vdA==", HOSTILE: "cGlpcGlpcGlpcGlpcGlpcA=="}
     configuration = {
         "version": 1,
@@ -293,5 +293,5 @@ def test_nothing_is_cut_off_on_paper_or_on_a_narrow_screen(browser: Any, run, tm
     text = page.read_text()
     matrix = text[text.index("<h2>Which column") : text.index("<h2>Who reads")]
     assert all(f"K{number}: " in matrix for number in range(1, len(names) + 1))
-    # Each column is in the first table, and in the table that has its key.
+    # Each column is in the first table, and in the table of its key.
     assert [matrix.count(f">c{number}_") for number in (0, 4, 5, 12)] == [1, 1, 2, 2]

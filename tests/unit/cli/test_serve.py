@@ -1,4 +1,4 @@
-"""`serve` and `mount`: what they print, refuse, and how they end."""
+"""`serve` and `mount`: what they print, what they refuse, and how they end."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_one_file_is_served_without_those_beside_it(config: Path, tmp_path: Path
 
 
 def can_mount() -> bool:
-    """Whether libfuse is here, and a device that we may open."""
+    """Whether libfuse is installed, and the device can be opened."""
     try:
         import mfusepy  # noqa: F401
 
@@ -219,7 +219,7 @@ def test_mount_shows_plain_files_or_says_what_is_missing(
                 assert b"OTHER" in latter.read(2_000_000)
             former.seek(1_000_000)
             with contextlib.suppress(OSError):
-                # Of the former file, from the cache, or nothing.
+                # From the former file, out of the cache, or nothing.
                 assert b"OTHER" not in former.read(500_000)
         with pytest.raises(OSError, match="Read-only file system"):
             (folder / "b.parquet").write_bytes(b"")
@@ -307,7 +307,7 @@ def test_a_mounted_file_has_what_a_local_one_has(config: Path, tmp_path: Path) -
         assert abs(found["st_mtime"] - local.st_mtime_ns) < 2_000
         assert found["st_nlink"] == 1
     for folder in ("/", "/part"):
-        # Not 2, as of a folder without folders: `find` of old, and Perl's, would look for none.
+        # Not 2, as for a folder without subfolders: older versions of `find`, and Perl's, would look for none.
         assert tree.getattr(folder)["st_nlink"] == 1
 
 
@@ -332,7 +332,7 @@ def test_without_libfuse_there_is_one_clear_error(
     done = run(*arguments)
     assert done.exit_code == 2
     assert done.stderr.startswith("Error: mfusepy is not installed. Install")
-    # As mfusepy does where it finds no library.
+    # As mfusepy fails if it finds no library.
     (tmp_path / "mfusepy.py").write_text("raise OSError('Unable to find libfuse')\n")
     monkeypatch.delitem(sys.modules, "mfusepy")
     monkeypatch.syspath_prepend(tmp_path)
@@ -367,7 +367,7 @@ def test_what_the_kernel_is_answered(config: Path, tmp_path: Path) -> None:
     (tmp_path / "people" / "a.parquet").write_bytes(content)
     with pytest.raises(OSError, match="Stale"):
         mounted.read("/a.parquet", 500, 0, handle)
-    # What the kernel keeps for the one that is open is not mixed with the other file.
+    # Cached pages of the open file are not mixed with the other file.
     other = opened_by(mounted, "/a.parquet")
     assert (handle.direct_io, other.direct_io) == (False, True)
     with pytest.raises(OSError, match="Input/output error"):

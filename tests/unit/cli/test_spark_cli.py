@@ -1,4 +1,4 @@
-"""`parquet-keytools spark`, as far as it goes without Spark."""
+"""`parquet-keytools spark`, as far as it works without Spark."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ KEYS = {
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Calls a command where there are a configuration, the folder `plain`, and a session that is no Spark."""
+    """Calls a command with a configuration, the folder `plain`, and a fake session."""
     (tmp_path / "c.yaml").write_text(
         f"version: 1\nkms: {{type: in_memory, keys: {KEYS}}}\n"
         "tables: {t: {footer_key: footer, column_keys: {pii: [a]}, unlisted_columns: plaintext}}\n"
@@ -159,7 +159,7 @@ def test_exit_status(call: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert call("verify", "empty").exit_code == 1
     assert call("rotate", "data", "--from", "pii", "--to", "nowhere").exit_code == 3
-    # Whoever holds a client from before does not use it where the file has another secret now.
+    # A client made before is not used if the file has another secret now.
     config = tmp_path / "c.yaml"
     config.write_text(config.read_text().replace(KEYS["footer"], KEYS["new"]))
     assert call("rekey", "data").exit_code == 3
@@ -170,7 +170,7 @@ def test_exit_status(call: Callable[..., Result], tmp_path: Path) -> None:
 
 @pytest.fixture
 def settings_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Calls `spark settings` with a jar that is in place, for two tables."""
+    """Calls `spark settings` with an existing jar, for two tables."""
     (tmp_path / "c.yaml").write_text(
         f"version: 1\nkms: {{type: in_memory, keys: {KEYS}}}\ntables:\n"
         '  t: {footer_key: footer, column_keys: {pii: ["it\'s"]}, unlisted_columns: footer_key}\n'

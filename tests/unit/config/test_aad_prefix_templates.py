@@ -1,4 +1,4 @@
-"""AAD prefixes of tables: no NUL in them, and none the beginning of another where that matters."""
+"""AAD prefixes of tables: no NUL in them, and none is the beginning of another where that matters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def document(lengths: str = "any", **templates: str) -> dict[str, Any]:
 
 
 AMBIGUOUS = [
-    # One file of a table and another of it: part-1 and part-10.
+    # Two files of a table: part-1 and part-10.
     {"t": "{file_name}"},
     {"t": "t/{file_name}"},
     {"t": "t/{file_name}."},
@@ -70,7 +70,7 @@ def test_prefixes_that_begin_another_are_refused_where_lengths_vary(templates: d
         parse_configuration(document(**templates))
     assert "End it with `/`" in str(caught.value)
     assert caught.value.yaml_path in {f"tables.{name}.aad_prefix" for name in templates}
-    # With a fixed length nothing can be moved.
+    # With a fixed length, no bytes can be moved.
     parse_configuration(document("exact", **templates))
 
 
@@ -140,7 +140,7 @@ def test_no_renderings_begin_another_unnoticed(tables: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("prefix", [b"\xff\x00\xfe", b"text", b"{file_name}", b"a{"])
 def test_a_prefix_may_be_bytes(prefix: bytes) -> None:
-    """Bytes are no template, and nothing is added to them."""
+    """Bytes are not a template, and are used unchanged."""
     given: Any = prefix
     text = f"base64:{base64.b64encode(prefix).decode()}"
     assert parse_configuration(document("exact", t=given)).tables["t"].aad_prefix == text

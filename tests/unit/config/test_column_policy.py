@@ -69,7 +69,7 @@ NAME, AGE, TAGS = ("passenger", "name"), ("passenger", "age"), ("passenger", "ta
         ("*.element", {TAGS}),
         ("passenger.???", {AGE}),
         ("passenger.?ag*", {TAGS}),
-        # A glob that fits a parent covers what is below it, as the parent's name does.
+        # A glob that matches a parent covers its children, as the parent's name does.
         ("p*ssenger", {NAME, AGE, TAGS}),
         ("passenger.t?gs", {TAGS}),
         ("?ail", {("tail",)}),

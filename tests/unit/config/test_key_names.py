@@ -106,7 +106,7 @@ def test_data_keys_have_no_key_material():
     with pytest.raises(ConfigurationError, match="data keys have no key material") as caught:
         parse(WITHOUT_KMS + "    key_material: external\n")
     assert (caught.value.line, caught.value.yaml_path) == (7, "tables.flights.key_material")
-    # Where one key is a master key, there is key material.
+    # If one key is a master key, there is key material.
     parse(WITH_KMS + "    key_material: external\n")
 
 

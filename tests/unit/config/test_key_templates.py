@@ -1,4 +1,4 @@
-"""Keys by template: each value of a placeholder has a master key of its own."""
+"""Keys by template: each value of a placeholder has its own master key."""
 
 import base64
 import shutil
@@ -62,7 +62,7 @@ def only_file(folder: Path) -> Path:
 
 @pytest.fixture
 def data_set(tmp_path: Path) -> Path:
-    # The column of the folders is in no file.
+    # The folders' column is in no file.
     result = make_for_partitions().write_dataset(DATA, tmp_path / "events", partitioning=["tenant"])
     assert result.engine == "module encryptor"
     assert any("keys for each value" in reason for reason in result.reasons)
@@ -429,7 +429,7 @@ def test_a_file_without_one_value_is_not_written(tmp_path: Path, name: str) -> N
     keytools = of_column()
     folder = tmp_path / "events"
     folder.mkdir()
-    # pyarrow's writer makes no file of an empty data set.
+    # pyarrow's writer makes no file for an empty data set.
     for way, write in ways_to_write(keytools, BAD[name], folder).items():
         if (name, way) == ("no rows", "write_dataset"):
             continue
@@ -477,7 +477,7 @@ def test_values_may_be_integers(tmp_path: Path, kind: pa.DataType) -> None:
 def test_a_file_whose_column_has_the_value_of_another_tenant_is_refused(
     tmp_path: Path, place: dict[str, Any]
 ) -> None:
-    # A writer with the same keys, and another idea of the value.
+    # A writer with the same keys, and another value.
     table = {"column_keys": {"tenant-{tenant}": ["email"]}, "plaintext_columns": ["day", "tenant"]}
     if place["under"] == "own":
         table = {"column_keys": {"tenant-{tenant}": ["email", "tenant"]}, "plaintext_columns": ["day"]}
@@ -502,7 +502,7 @@ def test_a_file_whose_column_has_the_value_of_another_tenant_is_refused(
         assert report.verdict is Verdict.VIOLATED
         assert "wanted-keys" in str(report.summary()["broken"])
     if place["under"] == "plaintext":
-        # The value is known without the key of the tenant.
+        # The value is known without the tenant's key.
         with pytest.raises(TableMismatchError):
             of_column(keys=WITHOUT_BOLT, **place).read_table(tmp_path / "two.parquet", columns=["day"])
 
@@ -521,7 +521,7 @@ def test_files_are_encrypted_in_place_for_a_value(tmp_path: Path) -> None:
     written = (tmp_path / "x.parquet").read_bytes()
     only_acme = make("argument", keys=WITHOUT_BOLT)
     assert only_acme.read_table(tmp_path / "x.parquet").equals(PLAIN)
-    # It is not taken for done under another value.
+    # It does not count as done under another value.
     with pytest.raises(ConfigurationError, match="given values"):
         keytools.encrypt_in_place(tmp_path / "x.parquet", key_values={"tenant": "bolt"})
     assert (tmp_path / "x.parquet").read_bytes() == written

@@ -1,4 +1,4 @@
-"""Several KMSs in a configuration: names, what is wrong with them, and secrets."""
+"""Several KMSs in a configuration: names, mistakes in them, and secrets."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Make = Callable[..., Keytools]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Makes a `Keytools` whose table `customers` has labels."""
+    """Creates a `Keytools` whose table `customers` has labels."""
 
     def tools(*sources: dict[str, Any], more: dict[str, Any] | None = None, **table: Any) -> Keytools:
         document = {
@@ -134,9 +134,9 @@ def test_contradicting_labels_name_both_places(make: Make, tmp_path: Path) -> No
     sources = csv_source(tmp_path, id="public", email="pii"), {"csv": "other.csv"}
     with pytest.raises(ConfigurationError, match=r"'email'.*'payment' by other\.csv:3.*'pii' by labels\.csv:3"):
         make(*sources)
-    # What column_keys lists, it decides.
+    # column_keys takes precedence for the columns that it lists.
     make(*sources, column_keys={"other": ["email"]})
-    # The same label twice is none.
+    # A repeated label is no contradiction.
     (tmp_path / "other.csv").write_text("column,class\nemail,pii\n")
     make(*sources)
 
@@ -273,7 +273,7 @@ def test_a_plaintext_label_of_the_data_decides_nothing(make: Make, tmp_path: Pat
     schema = pa.schema([labelled("id", pa.int64(), "public")])
     with pytest.raises(ConfigurationError, match="'id'"):
         make({"arrow": {}}).write_table(pa.table({"id": [1]}, schema=schema), tmp_path / "x.parquet")
-    # Nor does it take a key away.
+    # Nor does it remove a key.
     tools = make({"arrow": {}}, csv_source(tmp_path, id="pii"))
     tools.write_table(pa.table({"id": [1]}, schema=schema), tmp_path / "x.parquet")
     assert keys(tools, tmp_path / "x.parquet") == {"id": "pii"}
@@ -298,7 +298,7 @@ def test_a_label_of_the_data_chooses_another_class_than_unlabelled(make: Make, t
     assert keys(tools, tmp_path / "x.parquet") == {"id": "pii", "card": "pci"}
     assert tools.read_table(tmp_path / "x.parquet").equals(table)
     assert tools.verify_file(tmp_path / "x.parquet").conforms
-    # What a file of labels, column_keys or plaintext_columns decide is decided, and plaintext is refused.
+    # A file of labels, column_keys or plaintext_columns take precedence, and plaintext is refused.
     for more in (
         {"column_keys": {"pii": ["card"]}},
         {"labels_from": [{"arrow": {}}, {"columns": {"card": "pii"}}]},
@@ -346,7 +346,7 @@ def test_labels_of_spark_fields_in_a_file(make: Make, tmp_path: Path) -> None:
     assert keys(tools, tmp_path / "x.parquet") == {"email": "pii", "orders.list.element.iban": "pci", "id": None}
 
 
-# --- what else shows values ---
+# --- other outputs that show values ---
 
 
 def test_folders_with_values_of_labelled_columns_are_refused(make: Make, tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_other_processes_need_no_label_files(make: Make, tmp_path: Path) -> None
 
 
 def manifest(columns: dict[str, Any], **node: Any) -> str:
-    """The parts of a manifest that dbt 1.11 writes and the parser needs."""
+    """The parts of a dbt 1.11 manifest that the parser needs."""
     base = {
         "database": "db", "schema": "main", "name": "customers", "resource_type": "model", "package_name": "shop",
         "path": "customers.sql", "original_file_path": "models/customers.sql", "unique_id": "model.shop.customers",
@@ -598,7 +598,7 @@ def test_a_data_set_is_refused_if_its_schema_lacks_a_label_of_a_file(make: Make,
             tools.write_dataset(what, tmp_path / "folder")
         assert not (tmp_path / "x.parquet").exists()
         assert not list(tmp_path.glob("folder/*"))
-    # A schema that has the label protects the column, filtered or not; columns that are left out have no label.
+    # A schema with the label protects the column, filtered or not; columns that are left out have no label.
     schema = pa.schema([labelled("email", pa.string(), "pii"), ("n", pa.int64())])
     complete = data.replace_schema(schema)
     for number, what in enumerate((complete, complete.scanner(filter=ds.field("n") == 1))):
@@ -736,7 +736,7 @@ def test_two_sources_that_disagree(make: Make, tmp_path: Path, kind: str, other:
     second, table = labels_by(other, tmp_path, {"email": weaker}, table)
     rest = columns_source(id="public", card="public")
     found = outcome(lambda: make(first, second, rest, unlabelled="public"), table, tmp_path / "x.parquet")
-    # A label of the data takes no key away: of `arrow`, only another key is a contradiction.
+    # A label of the data removes no key: with `arrow`, only another key is a contradiction.
     is_kept = other == "arrow" and weaker == "public" and isinstance(found, dict) and found["email"] == "pii"
     assert is_kept or "column 'email' has contradicting labels" in found
 

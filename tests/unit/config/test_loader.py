@@ -32,7 +32,7 @@ def parse(text, **environment):
     return parse_configuration(text, file="flights.yaml", environment=environment)
 
 
-# YAML text, YAML path, line, words that the error says.
+# YAML text, YAML path, line, words in the error.
 MISTAKES = {
     # --- not one YAML document
     "empty": ("", "", 1, ["is empty", "version: 1"]),
@@ -385,7 +385,7 @@ def test_a_mistake_is_one_clear_error(text, yaml_path, line, words):
     assert "\n" not in str(error), "one mistake, one line"
 
 
-# Of these, no document takes longer to read.
+# None of these documents takes longer to read.
 WITHOUT_SECRETS = {"too many values"}
 
 
@@ -396,7 +396,7 @@ def test_no_error_shows_a_secret(name):
         parse(text, SET=SECRET, LINE=f"{SECRET}\n")
     shown = "".join(traceback.format_exception(caught.value)) + repr(vars(caught.value))
     assert not any(secret in shown for secret in (SECRET, SECRET_KEY, "98765432123"))
-    # Neither in the exceptions behind it, which debuggers and error trackers look into.
+    # Nor in its chained exceptions, which debuggers and error trackers show.
     assert caught.value.__context__ is None
 
 
@@ -736,7 +736,7 @@ def test_names_of_secrets_are_none(tmp_path: Path) -> None:
 
 
 def test_a_path_may_begin_at_the_home_folder(tmp_path, monkeypatch):
-    """No shell expands that of an environment variable, or of `--config=~/x.yaml`."""
+    """No shell expands the `~` of an environment variable, or of `--config=~/x.yaml`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "flights.yaml").write_text(TABLE)
     configuration = load_configuration("~/flights.yaml")

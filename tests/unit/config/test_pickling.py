@@ -29,7 +29,7 @@ tables:
 """
 LITERAL_PASSPHRASE = FROM_ENVIRONMENT.replace("${KEYTOOLS_TEST_PASSPHRASE}", PASSPHRASE)
 LITERAL_KEY = FROM_ENVIRONMENT.replace("${KEYTOOLS_TEST_KEY}", KEY_TEXT)
-# A literal text around a variable is a part of the secret as well.
+# Literal text around a variable is part of the secret as well.
 MIXED = FROM_ENVIRONMENT.replace("${KEYTOOLS_TEST_PASSPHRASE}", PASSPHRASE + "${EMPTY}")
 IN_MEMORY = f"version: 1\nkms: {{type: in_memory, keys: {{footer: {MASTER_KEY_TEXT}}}}}\n"
 IN_MEMORY_VERSIONS = f"version: 1\nkms: {{type: in_memory, keys: {{a: null, b: [{MASTER_KEY_TEXT}]}}}}\n"
@@ -44,7 +44,7 @@ def _environment(monkeypatch):
 
 
 def spellings(secret):
-    """Plain, hex, and base64 wherever the secret begins within a larger text."""
+    """Plain, hex, and base64 at any offset of the secret within a larger text."""
     yield secret
     yield secret.hex().encode()
     yield secret.hex().upper().encode()

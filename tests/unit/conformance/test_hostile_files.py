@@ -1,4 +1,4 @@
-"""Files made to crash the verifier, to keep it busy, or to be taken for what they are not."""
+"""Files made to crash the verifier, to keep it busy, or to pass as something else."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def broken(report: FileReport) -> set[str]:
 @pytest.mark.parametrize("is_ctr", [False, True])
 @pytest.mark.parametrize("left", range(0, 40, 4))
 def test_a_page_v2_whose_levels_leave_no_room_for_a_module(left: int, is_ctr: bool) -> None:
-    """The header says that nearly all of the page are levels; the rest looks like a module."""
+    """The header says that nearly the whole page is levels; the rest looks like a module."""
 
     def page_header(place: Place, header: PageHeader) -> None:
         if place[0] == DATA_PAGE and place[2] == _PRICE:
@@ -91,7 +91,7 @@ def test_a_page_v2_whose_levels_leave_no_room_for_a_module(left: int, is_ctr: bo
 
 
 def bloom_filters_in_each_other(columns: int, body_bytes: int) -> bytes:
-    """Return a plaintext file whose Bloom filters, of no stated length, all reach to its end."""
+    """Return a plaintext file whose Bloom filters have no stated length, and all reach to its end."""
     out = bytearray(b"PAR1")
     root = SchemaElement()
     root.name, root.num_children = "root", columns
@@ -128,7 +128,7 @@ def test_bloom_filters_in_each_other_are_not_read_again_and_again() -> None:
 
 
 def changed_plain(change: Any) -> bytes:
-    """Return the plaintext file of the kit with another footer."""
+    """Return the kit's plaintext file with another footer."""
     data = plain_bytes()
     found = read_footer_bytes(BufferSource("plain", data))
     footer, _ = FileMetaData.read(found.data)
@@ -152,7 +152,7 @@ def test_what_is_left_of_a_signature_shows_that_the_algorithm_was_removed(change
 
 @pytest.mark.parametrize("entry", [None, (WireType.I64, 40)], ids=["missing", "of another type"])
 def test_an_index_without_a_length_costs_the_index_alone(entry: Any) -> None:
-    """No reader can find its end, so nothing of it can be checked: that is no file that conforms."""
+    """No reader can find its end, so nothing in it can be checked: such a file does not conform."""
 
     def change(metadata: FileMetaData) -> None:
         groups = metadata.row_groups
@@ -177,7 +177,7 @@ def test_row_groups_do_not_have_fewer_than_no_rows() -> None:
 
 
 def test_a_column_that_does_not_repeat_has_as_many_values_as_its_row_group_has_rows() -> None:
-    """The sum over all row groups is right, and each alone is not."""
+    """The sum over all row groups is right, and each one alone is wrong."""
 
     def footer(metadata: FileMetaData) -> None:
         groups = metadata.row_groups
@@ -218,7 +218,7 @@ def test_a_page_of_ctr_whose_beginning_was_altered_shows_where_it_is_compressed(
             finder_of(key_service(keytools), FileLocation.resolve("/nowhere/file.parquet")),
         )
     page = shown.chunks[0].modules[1]
-    for at in range(16, 28):  # In V2 pages levels come first.
+    for at in range(16, 28):  # In V2 pages, levels come first.
         data[page.offset + at] ^= 0x55
     report = verified(bytes(data))
     assert broken(report) == {"ctr", "page-content"}
@@ -228,7 +228,7 @@ def test_a_page_of_ctr_whose_beginning_was_altered_shows_where_it_is_compressed(
 
 @pytest.mark.parametrize("row_group", [0, 1])
 def test_what_a_later_chunk_of_a_column_shows_is_found_too(row_group: int) -> None:
-    """Chunks whose entries say the same are checked once: one that differs is not among them."""
+    """Chunks whose entries are equal are checked once: one that differs is checked, too."""
 
     def statistics(r: int, c: int, visible: ColumnMetaData) -> None:
         if (r, c) == (row_group, 0):
@@ -287,7 +287,7 @@ def test_an_offset_index_that_cannot_be_read_proves_nothing_about_rows() -> None
 
 
 def _without(wanted: Place, *path: int) -> Callable[[Module], None]:
-    """Return a hook that drops a field of the structure that a module holds."""
+    """Return a hook that drops a field of the structure in a module."""
 
     def module(module: Module) -> None:
         if module.place == wanted:
@@ -312,7 +312,7 @@ def _without(wanted: Place, *path: int) -> Callable[[Module], None]:
     ],
 )
 def test_a_required_field_that_is_missing(place: Place, field_ids: tuple[int, ...], rule: str) -> None:
-    """Other readers refuse such structures, so they are no pass, however authentic they are."""
+    """Other readers refuse such structures, so they do not pass, however authentic they are."""
     data = SealedFile(recipe(1, module=_without(place, *field_ids))).make()
     assert broken(verified(data)) == {rule}
 
@@ -335,7 +335,7 @@ def test_levels_that_are_no_part_of_their_page(length: int) -> None:
     assert broken(verified(data)) == {"page-header"}
 
 
-# --- Metadata that is authentic and not true ---------------------------------------------------------------
+# --- Authentic metadata that is wrong ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Nonces of one file, and of several under one DEK."""
+"""Nonces of one file, and of several files under one DEK."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def outcomes(files: dict[str, tuple[Made, bytes]]) -> dict[str, tuple[Outcome, l
 
 
 def test_many_deks_take_little_memory() -> None:
-    """Each column of a wide table has a DEK of its own."""
+    """Each column of a wide table has its own DEK."""
     tracemalloc.start()
     made = FileNonces()
     for number in range(10_000):
@@ -124,7 +124,7 @@ def test_nonces_of_a_chunk_are_added_at_once() -> None:
     made.add(OTHER_DEK, b"")
     assert made.invocations == {DEK: (1_000, 400)}
     assert list(made.entries(DEK)) == entries
-    # The same module, met again, and another one with its nonce.
+    # The same module again, and another module with its nonce.
     made.add(DEK, entries[5] + nonce_entry(found[7], 100_000, b"tag."))
     assert repeated(made) == ["it has the nonce of the module at byte 7."]
 
@@ -167,7 +167,7 @@ def test_invocations_of_all_files_count_together(monkeypatch: pytest.MonkeyPatch
     )
 
 
-# --- files that are read again, and are not what they were ---
+# --- files that have changed when they are read again ---
 
 FIRST, SECOND = random_nonces(300, 1), random_nonces(300, 2)
 NOT_READ_AGAIN = "changed or could not be read again"
@@ -213,7 +213,7 @@ def test_a_file_that_is_another_one_when_it_is_read_again_is_no_pass(
     last_part = []
 
     def later(name: str, part: NoncePart) -> FileNonces:
-        # Only in the last pass: all before it were as they should be.
+        # Only in the last pass: all earlier passes were fine.
         is_last = part.part == part.parts - 1
         last_part.append(is_last)
         return made_of(changed if name == "b" and is_last else files[name], part=part)
@@ -261,7 +261,7 @@ def keytools() -> Keytools:
 
 @pytest.fixture
 def folder(tmp_path: Path, keytools: Keytools) -> Path:
-    """Two files, of which one is a copy of the other: they share a DEK, and no nonce for two plaintexts."""
+    """Two files, one a copy of the other: they share a DEK, but no nonce for two plaintexts."""
     folder = tmp_path / "data"
     folder.mkdir()
     keytools.write_table(pa.table({f"column {number}": [1, 2, 3] for number in range(40)}), folder / "a.parquet")

@@ -1,4 +1,4 @@
-"""Which numbers parts have, and which are missing, is told from AAD prefixes and names (spec 4.4.1)."""
+"""The numbers of parts, and the missing ones, are derived from AAD prefixes and names (spec 4.4.1)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_gaps_are_found(names: list[str], gaps: list[int]) -> None:
 
 
 def test_jobs_of_spark_are_numbered_apart() -> None:
-    """A part of one job is not missed less because another job has one of that number."""
+    """A job's missing part is missing even if another job has a part of that number."""
     names = [f"part-0000{n}-{uuid}-c000.parquet" for uuid in (UUID, OTHER_UUID) for n in range(3)]
     assert missing(*names) == {}
     names.remove(f"part-00001-{UUID}-c000.parquet")

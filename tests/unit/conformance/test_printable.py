@@ -1,4 +1,4 @@
-"""What stands in a file does not steer the terminal of whoever looks at it."""
+"""The contents of a file cannot control the terminal of the person who views it."""
 
 from __future__ import annotations
 

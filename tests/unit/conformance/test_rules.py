@@ -1,4 +1,4 @@
-"""The table of rules is sound, each of its rows is read, and the documentation is a copy of it."""
+"""The table of rules is sound, each of its rows is used, and the documentation is a copy of it."""
 
 from __future__ import annotations
 

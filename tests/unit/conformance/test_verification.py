@@ -1,4 +1,4 @@
-"""What cannot be checked is never a pass; what is damaged is named; what is whole is salvaged."""
+"""Unchecked parts never pass; damaged parts are named; intact parts are salvaged."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_refused_column_key_is_never_a_pass(make) -> None:
     assert result.outcome is Outcome.NOT_CHECKED
     assert "'name'" in result.reasons[0]
     assert report.damage is None
-    # The footer's DEK unwraps, that of `name` was not tried.
+    # The footer's DEK unwraps; the DEK of `name` was not tried.
     assert report.result("key-wrap").outcome is Outcome.NOT_CHECKED
     assert report.result("kek-length").outcome is Outcome.NOT_CHECKED
 
@@ -196,14 +196,14 @@ def test_a_file_on_another_file_system(make) -> None:
         assert reader.inspect_file("file.parquet", filesystem=filesystem).footer_is_authentic
 
 
-# --- What the table wants ----------------------------------------------------------------------------------
+# --- Requirements of the table -----------------------------------------------------------------------------
 
 
 def test_what_the_table_wants_is_compared(make) -> None:
     path = make()
     assert broken(keytools(column_keys={"pii": ["name"], "other": ["id"]}).verify_file(path)) == {"wanted-keys"}
     assert broken(keytools(column_keys={"other": ["name"]}).verify_file(path)) == {"wanted-keys"}
-    # What is there of other columns is compared nevertheless: readers do that, too.
+    # The rest of the other columns is compared nevertheless: readers do that, too.
     without = keytools(column_keys={"pii": ["name", "surname"]})
     assert broken(without.verify_file(path)) == {"wanted-columns"}
     assert broken(keytools(column_keys={"pii": ["surname"]}).verify_file(path)) == {
@@ -216,7 +216,7 @@ def test_what_the_table_wants_is_compared(make) -> None:
 
 
 def test_one_of_several_tables(make) -> None:
-    """Without a name all but the table is checked, and the report says so; a stranger's prefix is refused."""
+    """Without a name, everything but the table is checked, and the report says so; a foreign prefix is refused."""
     path = make()
     kms = {"type": "in_memory", "keys": MASTER_KEYS}
     tables = {"office": POLICY | {"aad_prefix": "office/{file_name}"}, "shop": POLICY}
@@ -277,7 +277,7 @@ def test_a_key_that_the_table_trusts_is_no_finding(make) -> None:
 
 
 def test_which_key_counts_and_not_which_dek(make) -> None:
-    """A column under the footer's DEK, or under one of its own that the footer's master key wraps."""
+    """A column under the footer's DEK, or under its own DEK that the footer's master key wraps."""
     path = make(column_keys={"footer": ["id"], "pii": ["name"]})
     assert keytools().verify_file(path).conforms
     assert keytools(column_keys={"footer": ["id", "price"], "pii": ["name"]}).verify_file(make()).conforms
@@ -348,7 +348,7 @@ def test_a_plaintext_file_is_not_what_a_table_wants_though_readers_take_it(tmp_p
     assert broken(allowing.verify_file(path, aad_prefix="shop")) == {"prefix-expected"}
 
 
-# --- Prefixes that are asked for without keys --------------------------------------------------------------
+# --- Expected prefixes without keys ------------------------------------------------------------------------
 
 
 def test_a_prefix_that_only_keys_can_show_is_not_answered_without_them(make) -> None:
@@ -418,7 +418,7 @@ def test_a_damaged_index_costs_no_row(make, tmp_path: Path, module_type: ModuleT
 
 @pytest.fixture
 def alter_header(make) -> Callable[..., Path]:
-    """Writes a file with a plaintext column `price`, and changes the header of a page of it, length as before."""
+    """Writes a file with a plaintext column `price`, and changes one of its page headers, keeping the length."""
 
     def write(compression: str, change: Callable[[PageHeader], None]) -> Path:
         path = make(compression=compression, unlisted_columns="plaintext")
@@ -717,7 +717,7 @@ def test_plaintext_that_was_left_behind_is_found(make) -> None:
     assert not report.conforms
     plain.write_bytes(plain.read_bytes()[:200])
     assert data_set_rules(keytools().verify_folder(folder)) == {"plaintext-skipped"}
-    # What is encrypted may lie there, in both modes.
+    # Encrypted files may be there, in both modes.
     plain.unlink()
     make("signed.parquet", plaintext_footer=True).rename(folder / "_temporary" / "signed.parquet")
     make("hidden.parquet").rename(folder / ".hidden.parquet")
@@ -725,7 +725,7 @@ def test_plaintext_that_was_left_behind_is_found(make) -> None:
 
 
 def test_a_summary_that_is_encrypted_shows_nothing(make) -> None:
-    # As Dask writes one through the file system.
+    # As Dask writes it through the file system.
     path = make("part-0.parquet")
     shutil.copy(path, path.with_name("_common_metadata"))
     assert not data_set_rules(keytools().verify_folder(path.parent))
@@ -780,7 +780,7 @@ def test_an_empty_folder_is_no_pass(tmp_path: Path) -> None:
 
 
 class CountingFile:
-    """A source that knows how much was read."""
+    """A source that counts the bytes read."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -843,7 +843,7 @@ def test_inspection_shows_both_modules_of_a_bloom_filter(make) -> None:
 
 
 def test_bytes_under_a_key_are_those_under_no_other(tmp_path: Path) -> None:
-    """Not those of the footer, nor those in plaintext, whatever the key is called."""
+    """The footer's bytes and plaintext do not count, whatever the key is called."""
     plain, path = tmp_path / "plain.parquet", tmp_path / "file.parquet"
     pq.write_table(TABLE, plain)
     keys = {name: base64.b64encode(bytes([n] * 16)).decode() for n, name in enumerate(("footer", "plaintext"))}

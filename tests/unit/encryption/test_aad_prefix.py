@@ -1,4 +1,4 @@
-"""AAD prefixes that cannot be moved: a file has the prefix that it was written with, and no other."""
+"""AAD prefixes that cannot be moved: a file has only the prefix that it was written with."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_no_other_cut_of_the_aad_is_accepted(
         aad_file_unique=aad[cut:],
         supply_aad_prefix=supplied,
     )
-    # Whoever expects anything else, above all what the attacker shows, must not get this file.
+    # A reader with another expected prefix, above all the attacker's, must not get this file.
     claims = {text, text + "0", aad[:cut].rstrip(b"\0").decode("utf-8", "ignore"), data.draw(texts)}
     claims |= {text[:length] for length in range(1, len(text))}
     for claim in claims:
@@ -139,12 +139,12 @@ def test_a_whole_prefix_in_the_file_unique_is_no_prefix() -> None:
     shown = replace(_envelope(b"part1\0"), aad_prefix=None, aad_file_unique=b"part1\0" + UNIQUE)
     with pytest.raises(AadPrefixError, match="written without one"):
         shown.open(KEYS.deks[b"kf"], ExpectedAadPrefix.of("part1"))
-    # Nobody who expects nothing can see that; `verify` does.
+    # A reader who expects no prefix cannot detect that; `verify` does.
     shown.open(KEYS.deks[b"kf"])
 
 
 def test_a_signed_footer_holds_its_own_aad_fields() -> None:
-    """To move bytes there is also to change what is signed."""
+    """Moving bytes there changes signed bytes, too."""
     data = _sealed(b"part10", signed=True)
     moved = data.replace(b"\x06part10\x18\x08" + UNIQUE, b"\x05part1\x18\x090" + UNIQUE)
     assert moved != data and len(moved) == len(data)
@@ -198,13 +198,13 @@ def test_with_any_length_a_given_prefix_needs_the_delimiter(length: int) -> None
     assert read_footer(source, KEYS, given_alone).aad_prefix == b"part1\0"
     with pytest.raises(AadPrefixError, match="has to be that of the table"):
         read_footer(MemorySource(_sealed(b"part1", bytes(length))), KEYS, given_alone)
-    # Bytes that were moved do not become a delimiter.
+    # Moved bytes do not become a delimiter.
     shown = replace(_envelope(b"part10", bytes(7)), aad_prefix=b"part1", aad_file_unique=b"0" + bytes(7))
     with pytest.raises(AadPrefixError):
         shown.open(KEYS.deks[b"kf"], given_alone)
 
 
-# --- a page in the place of the footer ---
+# --- a page in place of the footer ---
 
 PAGE = (ModuleType.DATA_PAGE, 3, 4, 5)
 
@@ -214,7 +214,7 @@ PAGE = (ModuleType.DATA_PAGE, 3, 4, 5)
 def test_a_file_unique_that_ends_like_the_aad_of_a_page(
     stored: bytes | None, expected: ExpectedAadPrefix | None
 ) -> None:
-    """Its footer could be a page, whose bytes somebody had written as values."""
+    """Its footer could be a page, whose bytes an attacker had written as values."""
     moved = module_aad(UNIQUE, *PAGE)[:-1]
     with pytest.raises(DecryptionError, match="a data page is in the place of the footer") as caught:
         aad_prefixes(expected, stored, moved, "a.parquet", supply_aad_prefix=expected is not None and not stored)
@@ -222,7 +222,7 @@ def test_a_file_unique_that_ends_like_the_aad_of_a_page(
 
 
 def test_a_prefix_and_a_file_unique_that_end_together_like_the_aad_of_a_page() -> None:
-    """A writer's random bytes look so, too: whoever knows the prefix can read the file."""
+    """A writer's random bytes can look like this, too: a reader who knows the prefix can read the file."""
     whole = module_aad(UNIQUE, *PAGE)[:-1]
     prefix, unique = whole[:-8], whole[-8:]
     with pytest.raises(DecryptionError, match="the AAD prefix and the file unique together") as caught:
@@ -261,7 +261,7 @@ def test_the_text_of_a_prefix_is_accepted_for_it(stored: bytes) -> None:
 def test_bytes_that_end_in_nul_say_how_the_prefix_ends() -> None:
     assert ExpectedAadPrefix.of(b"x\0").candidates == (b"x\0",)
     assert delimited_prefix(b"x\0") == b"x\0"
-    # Only the end tells where a file unique of any length begins.
+    # Only the end shows where a file unique of any length begins.
     assert expected_aad_prefix(b"a\0b", ["t"], any_file_unique=True) == ExpectedAadPrefix((b"a\0b\0",), True)
 
 

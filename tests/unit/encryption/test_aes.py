@@ -139,7 +139,7 @@ def test_gcm_refuses_what_was_altered(
 
 
 class _OldAesGcm:
-    """AESGCM as it is before cryptography 48: without `encrypt_into` and `decrypt_into`."""
+    """AESGCM as before cryptography 48: without `encrypt_into` and `decrypt_into`."""
 
     def __init__(self, key: bytes) -> None:
         cipher = AESGCM(key)
@@ -172,7 +172,7 @@ def test_an_old_cryptography_does_the_same(
 def test_ctr_gives_the_published_ciphertext(key: str, nonce: str, plaintext: str, ciphertext: str) -> None:
     cipher = AesCtr(SecretBytes(bytes.fromhex(key)))
     data = bytes.fromhex(plaintext)
-    for _ in range(2):  # One object enciphers many pages, each with a nonce of its own.
+    for _ in range(2):  # One object encrypts many pages, each with its own nonce.
         out = bytearray(len(data))
         cipher.apply_into(bytes.fromhex(nonce), data, b"", out)
         assert out.hex() == ciphertext

@@ -1,4 +1,4 @@
-"""The pages of chunks, enciphered many in one go: none for another, and the one that is wrong is named."""
+"""The pages of chunks, many encrypted at a time: no page is confused with another, and a wrong page is named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parquet_keytools.errors import DecryptionError, ParquetFormatError
 from parquet_keytools.format.pages import padded_crc
 from parquet_keytools.format.structs import FileMetaData, PageHeader
 
-# The pages of one column have about one length, those of the other one become longer and longer.
+# The pages of one column have about the same length, the pages of the other become longer and longer.
 TABLE = pa.table({"a": [f"text {i % 40}" for i in range(300)], "b": [str(3**i) for i in range(300)]})
 every_algorithm = pytest.mark.parametrize("algorithm", Algorithm, ids=str)
 every_piece = pytest.mark.parametrize("piece_length", [1, 900, 1 << 20])
@@ -48,7 +48,7 @@ def rekeyed(data: bytes, keys: NamedKeys, encryption: FileEncryption) -> bytes:
 
 
 def modules(data: bytes) -> list[tuple[int, int]]:
-    """Return where the modules of all pages begin and end: header, page, and so on."""
+    """Return the bounds of the modules of all pages: header, page, and so on."""
     found = []
     offset, end = 4, len(body(data))
     while offset < end:
@@ -58,7 +58,7 @@ def modules(data: bytes) -> list[tuple[int, int]]:
 
 
 def pages(data: bytes) -> Iterator[tuple[int, str, int | None, int, int]]:
-    """Yield the chunk of each page, its module type, its page ordinal, and where its module begins and ends."""
+    """Yield the chunk of each page, its module type, its page ordinal, and the bounds of its module."""
     places = iter(modules(data)[1::2])
     for chunk, count in enumerate(PAGES_OF_CHUNK):
         yield chunk, "dictionary page", None, *next(places)
@@ -98,7 +98,7 @@ def test_rekeyed_pages_come_back(
     new_algorithm: Algorithm,
     checksums: bool,
 ) -> None:
-    """Decrypted and encrypted in one go, a page at a time, several, or those of all chunks."""
+    """Decrypted and encrypted at a time: one page, several, or the pages of all chunks."""
     monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", piece_length)
     data, keys = written(write_page_checksum=checksums, write_page_index=True), NamedKeys()
     copied = {("b",): ColumnEncryption.PLAINTEXT}
@@ -139,7 +139,7 @@ def test_the_page_that_does_not_authenticate_is_named(
 @every_algorithm
 @pytest.mark.parametrize("is_rekeyed", [False, True])
 def test_the_length_field_of_each_page_is_checked(algorithm: Algorithm, is_rekeyed: bool) -> None:
-    """No tag covers it: readers that go by it would find another page than those that go by the header."""
+    """No tag covers it: readers that use it would find another page than readers that use the header."""
     keys = NamedKeys()
     stored = encrypted(written(), FileEncryption(keys.new(b"kf"), b"kf", algorithm=algorithm))
     for number, (chunk, module_type, page_ordinal, start, end) in enumerate(pages(stored)):
@@ -169,7 +169,7 @@ def refused(
 def test_the_page_that_is_damaged_is_named_by_its_place(
     monkeypatch: pytest.MonkeyPatch, piece_length: int
 ) -> None:
-    """Also where it is not among the first of a long chunk."""
+    """Even if it is not among the first pages of a long chunk."""
     monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", piece_length)
     data = written(write_page_checksum=True, compression="none")
     offset = 4

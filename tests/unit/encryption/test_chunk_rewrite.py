@@ -1,4 +1,4 @@
-"""Column chunks laid out again: where the footer says that everything lies, and Bloom filters that lie."""
+"""Column chunks with a new layout: the offsets in the footer, and Bloom filters with wrong lengths."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def places(columns: list[ColumnMetaData]) -> list[list[Any]]:
 def test_everything_lies_where_it_lay(
     file: bytes, copied: tuple[str, ...], remembers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encrypted and decrypted, or copied; also where pages are found again, as there are too many to remember."""
+    """Encrypted and decrypted, or copied; also where pages are read again, as there are too many to remember."""
     if not remembers:
         monkeypatch.setattr(PagesMemory, "take", lambda *_: False)
     keys = NamedKeys()
@@ -110,7 +110,7 @@ def test_everything_lies_where_it_lay(
 def test_page_indexes_are_laid_out_after_their_pages(
     offset_index: int, column_index: int, order: list[RegionKind]
 ) -> None:
-    """They are compared with the pages; all else is read in the order of the source."""
+    """They are compared with the pages; everything else is read in the order of the source."""
     stream = io.BytesIO()
     pq.write_table(pa.table({"a": [1]}), stream, use_dictionary=False)
     (row_group,) = footer_of(stream.getvalue()).row_groups
@@ -125,7 +125,7 @@ def test_page_indexes_are_laid_out_after_their_pages(
 
 
 def test_only_chunks_with_a_dictionary_page_say_that_they_have_one() -> None:
-    """Readers take the type of the first page, and with it its AAD, from there."""
+    """Readers take the type of the first page, and so its AAD, from there."""
     stream = io.BytesIO()
     pq.write_table(pa.table({"a": ["x"] * 100, "b": list(range(100))}), stream, use_dictionary=["a"])
     keys = NamedKeys()
@@ -138,7 +138,7 @@ def test_only_chunks_with_a_dictionary_page_say_that_they_have_one() -> None:
 
 
 def test_the_page_that_is_damaged_is_named() -> None:
-    """Of the pages of many chunks, which are decrypted in one go."""
+    """One of the pages of many chunks, which are decrypted together."""
     stream = io.BytesIO()
     table = pa.table({"a": list(range(1_000)), "b": list(range(1_000)), "c": list(range(1_000))})
     pq.write_table(table, stream, use_dictionary=False, data_page_size=1_000, write_batch_size=100)
@@ -176,7 +176,7 @@ def test_pages_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_encrypted_bloom_filter_says_how_long_it_is(file: bytes) -> None:
-    """It is two modules, which readers must tell apart; plaintext that is copied stays as it is."""
+    """It is two modules, which readers must distinguish; plaintext that is copied stays as it is."""
     keys = NamedKeys()
     source = with_footer(file, without_length)
     encryption = FileEncryption(keys.new(b"kf"), b"kf", {("a",): ColumnEncryption.PLAINTEXT})
@@ -186,7 +186,7 @@ def test_an_encrypted_bloom_filter_says_how_long_it_is(file: bytes) -> None:
 
 
 def with_bloom_header(data: bytes, num_bytes: int) -> bytes:
-    """Say another length in the header of the last Bloom filter; it takes as many bytes."""
+    """Change the length in the header of the last Bloom filter; the header keeps its size."""
     offset = columns_of(footer_of(data))[-1].bloom_filter_offset
     assert offset is not None
     header, length = BloomFilterHeader.read(data[offset:])
@@ -203,21 +203,21 @@ def with_bloom_header(data: bytes, num_bytes: int) -> bytes:
         (-100, "has -100 bytes", False),
         (8_000, "and its place", True),
         (8_000, "and its place", False),
-        # Without a length nobody can tell.
+        # Without a stated length, the length is unknown.
         (64, "and its place", True),
     ],
 )
 def test_a_bloom_filter_that_says_another_length_is_refused(
     file: bytes, num_bytes: int, reason: str, has_length: bool
 ) -> None:
-    """Else what lies behind it, which may be of another column, would become its own."""
+    """Otherwise, the bytes behind it, perhaps of another column, would become part of it."""
     source = with_bloom_header(file if has_length else with_footer(file, without_length), num_bytes)
     with pytest.raises(ParquetFormatError, match=reason) as caught:
         encrypted(source, FileEncryption(NamedKeys().new(b"kf"), b"kf"))
     assert caught.value.path == "memory.parquet"
 
 
-# --- What an encrypted chunk says besides its pages ---
+# --- The metadata of an encrypted chunk besides its pages ---
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def readers(stored: bytes, keys: NamedKeys) -> list[tuple[ColumnChunk, ColumnMet
 
 
 def test_an_encrypted_index_names_the_encrypted_pages(indexed: bytes) -> None:
-    """Readers that look for a value find it by these: they begin to read in the middle of a chunk."""
+    """Readers that search for a value use these to start reading in the middle of a chunk."""
     keys = NamedKeys()
     stored = encrypted(indexed, FileEncryption(keys.new(b"kf"), b"kf"))
     for chunk, metadata, reader in readers(stored, keys):
@@ -270,7 +270,7 @@ def test_an_encrypted_index_names_the_encrypted_pages(indexed: bytes) -> None:
 
 
 def test_every_module_is_counted(indexed: bytes) -> None:
-    """A key may encrypt so many and no more: pages, indexes, Bloom filters and the footer."""
+    """A key may encrypt a limited number of modules: pages, indexes, Bloom filters and the footer."""
     keys = NamedKeys()
     stored = encrypted(indexed, FileEncryption(keys.new(b"kf"), b"kf"))
     modules, offset = 1, 4
@@ -300,7 +300,7 @@ def _changed_rows(index: OffsetIndex) -> bytes:
 
 @pytest.mark.parametrize("change", [_changed_offset, _changed_length, _changed_rows, lambda _: None])
 def test_a_page_index_that_is_wrong_is_dropped_with_a_warning(indexed: bytes, change: Any) -> None:
-    """`verify` would find a copy of it to be wrong; values can be read without it."""
+    """`verify` would report a copy of it as wrong; values can be read without it."""
     chunk = footer_of(indexed).row_groups[0].columns[0]
     is_column_index = change(OffsetIndex.read(indexed[chunk.offset_index_offset or 0 :])[0]) is None
     offset = chunk.column_index_offset if is_column_index else chunk.offset_index_offset
@@ -366,7 +366,7 @@ def test_a_bloom_filter_with_another_length_field_is_refused(
     assert caught.value.module_type == ("bloom filter bitset" if is_bitset else "bloom filter header")
 
 
-# --- What odd writers say ---
+# --- Statements of odd writers ---
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_a_bloom_filter_with_another_length_field_is_refused(
     ],
 )
 def test_a_page_offset_of_zero_is_none(indexed: bytes, places: dict[str, int]) -> None:
-    """Readers of an encrypted chunk take the type of its first page from there; copies say the same."""
+    """Readers of an encrypted chunk take the type of its first page from there; copies state the same."""
 
     def change(column: ColumnMetaData) -> None:
         if column.path_in_schema == ["b"]:
@@ -396,7 +396,7 @@ def test_a_page_offset_of_zero_is_none(indexed: bytes, places: dict[str, int]) -
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_places_that_name_no_page(indexed: bytes, copied: bool) -> None:
-    """Afterwards the first page and the first data page are named, and nothing else; 0 names no data page."""
+    """Afterwards only the first page and the first data page are named; 0 names no data page."""
     footer = footer_of(indexed)
     (column, *_) = columns_of(footer)
     start, end = column.dictionary_page_offset, column.data_page_offset
@@ -436,7 +436,7 @@ def test_a_chunk_without_pages_names_no_index_page() -> None:
 
 
 def test_a_chunk_says_where_it_begins_or_nothing(indexed: bytes) -> None:
-    """Early writers put another copy of the metadata behind the pages, and state its place; it is not copied."""
+    """Early writers put another copy of the metadata after the pages, and state its offset; it is not copied."""
     footer = footer_of(indexed)
     first, second = footer.row_groups[0].columns
     assert first.meta_data is not None and second.meta_data is not None

@@ -1,4 +1,4 @@
-"""Whole files: what writers write today, limits, damage, and who can read the result."""
+"""Whole files: the output of today's writers, limits, damage, and the readers of the result."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_arrow_writes_comes_back(name: str, algorithm: Algorithm, plaintext
     assert pq.read_table(io.BytesIO(back)).equals(pq.read_table(io.BytesIO(data)))
     assert back[: _footer_offset(data)] == data[: _footer_offset(data)]
     metadata = pq.read_metadata(io.BytesIO(data)).metadata
-    # The owner says nothing of the schema, and a plaintext footer does not show it; nor does it come back.
+    # The owner says nothing about the schema, and a plaintext footer does not show it; nor is it restored.
     kept = (metadata or {}).keys() - ({b"owner"} if plaintext_footer else set())
     assert (pq.read_metadata(io.BytesIO(back)).metadata or {}).keys() == kept
     if not plaintext_footer:
@@ -229,7 +229,7 @@ def test_the_footer_key_alone_shows_no_metadata_of_columns_with_other_keys() -> 
 
 @pytest.mark.parametrize("plaintext_footer", [False, True])
 def test_what_the_source_said_of_its_encryption_does_not_stay(plaintext_footer: bool) -> None:
-    """Readers would look for keys that the file no longer has, or take metadata that is out of date."""
+    """Readers would look for keys that the file no longer has, or use outdated metadata."""
     keys, sink, table = NamedKeys(), MemorySink(), pa.table({"a": [1, 2], "b": ["x", "y"]})
     columns = {("a",): ColumnKey(keys.new(b"ka"), b"ka"), ("b",): ColumnKey(keys.new(b"kb"), b"kb")}
     old = FileEncryption(keys.new(b"kf"), b"kf", columns, plaintext_footer=plaintext_footer)
@@ -279,7 +279,7 @@ def test_fields_of_newer_writers_survive() -> None:
         encryption = FileEncryption(keys.new(b"kf"), b"kf", plaintext_footer=plaintext_footer)
         back = decrypted(encrypted(changed, encryption), keys)
         footer = read_footer(MemorySource(back), None)
-        # A plaintext footer must not show what it does not know; the column's own metadata is encrypted.
+        # A plaintext footer must not show fields that we do not know; the column's own metadata is encrypted.
         for record, field_id in ((footer.metadata, 99), (footer.row_groups[0], 77), (footer.chunks[0][0], 77)):
             assert record.struct.fields.get(field_id) == (None if plaintext_footer else unknown)
         assert footer.chunks[0][0].meta_data.struct.fields[77] == unknown  # type: ignore[union-attr]
@@ -305,7 +305,7 @@ def test_the_invocation_limit_is_checked_before_anything_is_written() -> None:
     _refused(data, FileEncryption(dek, columns=columns, invocation_limit=8), FormatLimitError, "no key")
     columns = {("a",): ColumnKey(SecretBytes.random(128), b"a")}
     assert encrypted(data, FileEncryption(dek, columns=columns, invocation_limit=5))
-    # Of a column with a key of its own the metadata is a module, too.
+    # The metadata of a column with its own key is a module, too.
     plaintext = ColumnEncryption.PLAINTEXT
     encryption = FileEncryption(dek, columns=columns, unlisted_columns=plaintext, invocation_limit=4)
     _refused(data, encryption, FormatLimitError, "would encrypt 5 modules")
@@ -353,7 +353,7 @@ def test_an_encrypted_file_is_not_encrypted_again(plaintext_footer: bool) -> Non
 
 
 def test_a_signed_file_without_encrypted_columns_says_where_its_pages_are() -> None:
-    """Its pages are shorter than those of its source, which were encrypted."""
+    """Its pages are shorter than those in its encrypted source."""
     keys, sink, table = NamedKeys(), MemorySink(), _table(100)
     data = encrypted(_written(table, row_group_size=30), FileEncryption(keys.new(b"kf"), b"kf"))
     encryption = FileEncryption(
@@ -427,7 +427,7 @@ def test_a_flipped_bit_anywhere_makes_decryption_fail() -> None:
 
 
 def _file_of_pages(pages_per_column: int, columns: int) -> bytes:
-    """Return a file of empty pages: 17 bytes of header each."""
+    """Return a file of empty pages, each with a header of 17 bytes."""
     header = PageHeader()
     header.type, header.uncompressed_page_size, header.compressed_page_size = 0, 0, 0
     inner = Struct({1: (WireType.I32, 0), 2: (WireType.I32, 0), 3: (WireType.I32, 3), 4: (WireType.I32, 3)})
@@ -457,7 +457,7 @@ def _file_of_pages(pages_per_column: int, columns: int) -> bytes:
 
 
 def test_all_modules_of_a_file_have_nonces_of_their_own() -> None:
-    """Tens of thousands of them, and a million in a soak."""
+    """Tens of thousands of pages, and a million in a soak."""
     dek, pages, columns = SecretBytes.random(128), *((32_000, 16) if SOAK else (8_000, 2))
     stored = encrypted(_file_of_pages(pages, columns), FileEncryption(dek))
     footer = read_envelope(MemorySource(stored)).open(dek)
@@ -484,7 +484,7 @@ def test_index_pages_come_back(algorithm: Algorithm, page: int) -> None:
     encryption = FileEncryption(keys.new(b"kf"), b"kf", algorithm=algorithm)
     stored = encrypted(data, encryption)
     assert decrypted(stored, keys)[: 4 + 17 * 20] == data[: 4 + 17 * 20]
-    # Page ordinals count data pages alone.
+    # Page ordinals count only data pages.
     cipher = ModuleCipher(encryption.footer_dek, encryption.file_aad)
     length = 17 + 32 + (32 if algorithm is Algorithm.AES_GCM_V1 else 16)
     for position in set(range(10)) - {page}:
@@ -499,7 +499,7 @@ def test_a_dictionary_page_is_the_first_page_or_an_error(algorithm: Algorithm) -
     encryption = FileEncryption(keys.new(b"kf"), b"kf", algorithm=algorithm)
     data = _with_page_type(_file_of_pages(10, 1), 0, PageHeader.DICTIONARY_PAGE)
     stored = encrypted(data, encryption)
-    # The writer of this file named no dictionary page, as early writers did not; ours does, for readers need it.
+    # This file's writer named no dictionary page, like early writers; ours does, since readers need it.
     metadata = read_footer(MemorySource(stored), keys).chunks[0][0].meta_data
     assert metadata is not None
     page_framing = 32 if algorithm is Algorithm.AES_GCM_V1 else 16
@@ -561,7 +561,7 @@ def test_chunks_out_of_order_with_gaps_between_them_are_put_together() -> None:
         parts += [b"GAP!" * 5, pages]
         column.data_page_offset = offset + 20
         offset += 20 + len(pages)
-        chunk.file_offset = offset  # Where a copy of the metadata lies.
+        chunk.file_offset = offset  # The offset of a copy of the metadata.
         parts.append(b"COPY" * 9)
         offset += 36
     serialised = metadata.serialise()

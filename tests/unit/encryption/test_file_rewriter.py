@@ -1,4 +1,4 @@
-"""Small regions that lie side by side are read together, and nothing beside them is."""
+"""Small adjacent regions are read together, and nothing else is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DATA = os.urandom(2_000_000)
 
 @dataclass
 class Source:
-    """A file in memory that remembers what was read of it."""
+    """A file in memory that records its reads."""
 
     path: str = "file"
     size_bytes: int = len(_DATA)

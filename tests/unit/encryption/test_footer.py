@@ -1,4 +1,4 @@
-"""Footers of encrypted files: what they need to be opened, and what is refused."""
+"""Footers of encrypted files: what is needed to open them, and what is refused."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_crypto_metadata_of_another_column_is_refused(keys: NamedKeys) -> None:
 
 @pytest.mark.parametrize("plaintext_footer", [False, True])
 def test_a_footer_is_sealed_by_its_own_cipher_alone(keys: NamedKeys, plaintext_footer: bool) -> None:
-    """Another read of a file may return another file: it must not pass for the one whose footer was opened."""
+    """A second read may return another file: it must not pass for the file whose footer was opened."""
     data = encrypted(_plain(), _encryption(keys, plaintext_footer=plaintext_footer))
     envelope = read_envelope(MemorySource(data))
     cipher = envelope.open(keys.deks[b"kf"]).cipher
@@ -268,7 +268,7 @@ def test_metadata_of_all_row_groups(keys: NamedKeys) -> None:
 
 
 def test_metadata_of_another_column_is_refused() -> None:
-    """A reader would look for the values of one column in the pages of another."""
+    """Otherwise, a reader would look for the values of one column in the pages of another."""
 
     def swapped(footer: bytes) -> bytes:
         metadata, end = FileMetaData.read(footer)

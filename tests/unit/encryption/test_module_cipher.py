@@ -104,7 +104,7 @@ def test_pages_have_the_aad_of_their_place(ordinal: int) -> None:
     for one_more in ((MAX_ORDINAL + 1, 4), (3, MAX_ORDINAL + 1)):
         with pytest.raises(FormatLimitError, match=f"ordinal {MAX_ORDINAL + 1} is not in 0..{MAX_ORDINAL}"):
             ChunkCipher(ModuleCipher(_DEK, b"file"), None, *one_more)
-    # Never narrowed: with fewer bits it would be the AAD of another page.
+    # It is never truncated: with fewer bits, it would be the AAD of another page.
     with pytest.raises(struct.error):
         chunk.page_aads(MAX_ORDINAL + 1)
 

@@ -18,7 +18,7 @@ from parquet_keytools.encryption.protection import ColumnEncryption
 
 
 class ClosedSink(MemorySink):
-    """A sink that takes a second for a thousand writes, and notes those that come when it is closed."""
+    """A sink that takes a second for a thousand writes, and records writes after it is closed."""
 
     is_closed = is_written_closed = False
 
@@ -29,7 +29,7 @@ class ClosedSink(MemorySink):
 
 
 def test_no_thread_goes_on_when_one_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would write on when the caller has closed the file, and another one may have its number."""
+    """A late thread would write after the caller has closed the file, whose descriptor another file may have."""
     monkeypatch.setattr(file_rewriter, "SEGMENT_LENGTH", 1)
     sink, start, started = ClosedSink(), threading.Thread.start, list[threading.Thread]()
 

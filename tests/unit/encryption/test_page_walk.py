@@ -1,4 +1,4 @@
-"""The walk over pages where a chunk ends before its pages do."""
+"""The page walk in a chunk that ends before its pages do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEK = SecretBytes(bytes(16))
 
 
 class Chunk:
-    """The one chunk of a small file: a dictionary page and a data page."""
+    """The only chunk of a small file: a dictionary page and a data page."""
 
     def __init__(self, algorithm: Algorithm | None) -> None:
         buffer = io.BytesIO()
@@ -61,7 +61,7 @@ every_chunk = pytest.mark.parametrize("algorithm", [None, *Algorithm], ids=lambd
 
 @every_chunk
 def test_no_page_goes_on_after_its_chunk(algorithm: Algorithm | None) -> None:
-    """Else bytes of another column would be taken for a part of it."""
+    """Otherwise, bytes of another column would be taken as part of it."""
     chunk = Chunk(algorithm)
     assert chunk.walk(chunk.end, chunk.end).source_end == chunk.end
     messages = set()
@@ -71,7 +71,7 @@ def test_no_page_goes_on_after_its_chunk(algorithm: Algorithm | None) -> None:
         assert str(caught.value).startswith("x.parquet: ")
         messages.add(str(caught.value).partition(" goes on after its chunk.")[0])
     assert f"x.parquet: the page at byte {chunk.start}" in messages
-    # Where the metadata says too little, a page ends where it ends.
+    # Where the metadata is incomplete, the page header gives the page's end.
     assert chunk.walk(chunk.end - 1, chunk.end).source_end == chunk.end
 
 
@@ -102,7 +102,7 @@ DATA_HEADER, DICTIONARY_HEADER = ModuleType.DATA_PAGE_HEADER, ModuleType.DICTION
 
 
 def sealed(*pages: tuple[int, ModulePlace], stated_length: int = 32) -> tuple[MemorySource, ChunkCipher]:
-    """Return a chunk of pages of no bytes: the type that each header states, and the place it is encrypted for."""
+    """Return a chunk of empty pages: the type that each header states, and the position it is encrypted for."""
     cipher = ModuleCipher(DEK, b"file")
     data = b""
     for page_type, place in pages:
@@ -128,7 +128,7 @@ def walked(source: MemorySource, reader: ChunkCipher, *, expects_dictionary_page
 @pytest.mark.parametrize("expects_dictionary_page", [False, True])
 @pytest.mark.parametrize("page_type", [DATA, DICTIONARY])
 def test_the_first_page_is_read_whatever_the_metadata_names(page_type: int, expects_dictionary_page: bool) -> None:
-    """Old writers leave the offset of a dictionary page out."""
+    """Old writers omit the offset of a dictionary page."""
     first = (DATA, ModulePlace(DATA_HEADER, 0, 0, 0))
     second = (DATA, ModulePlace(DATA_HEADER, 0, 0, 1))
     if page_type == DICTIONARY:
@@ -142,7 +142,7 @@ def test_the_first_page_is_read_whatever_the_metadata_names(page_type: int, expe
 
 @pytest.mark.parametrize("place", [ModulePlace(DICTIONARY_HEADER, 0, 0), ModulePlace(DATA_HEADER, 0, 0, 0)])
 def test_a_page_has_the_aad_of_its_ordinal_alone(place: ModulePlace) -> None:
-    """A dictionary page, or a page that was there before, in the place of the second data page."""
+    """A dictionary page, or an earlier page, in place of the second data page."""
     page_type = DICTIONARY if place.module_type is DICTIONARY_HEADER else DATA
     source, reader = sealed((DATA, ModulePlace(DATA_HEADER, 0, 0, 0)), (page_type, place))
     with pytest.raises(DecryptionError, match="does not authenticate") as caught:

@@ -1,4 +1,4 @@
-"""Plaintext footers show nothing of encrypted columns: values planted everywhere are in no file written."""
+"""Plaintext footers reveal nothing of encrypted columns: values planted everywhere are in no written file."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def with_footer(data: bytes, change: Callable[[FileMetaData], None]) -> bytes:
 
 
 def structs(footer: FileMetaData) -> Iterator[Struct]:
-    """Yield every struct that is not of a plaintext column's chunk or its own key-value metadata."""
+    """Yield every struct, except the chunk of a plaintext column and its own key-value metadata."""
     yield footer.struct
     yield from (element.struct for element in footer.schema)
     for element in footer.schema:
@@ -149,7 +149,7 @@ def encrypted(tools: Keytools, folder: Path) -> Path:
 
 
 def rekeyed(tools: Keytools, folder: Path) -> Path:
-    """From an encrypted footer, where all of it is, to a plaintext one."""
+    """From a complete encrypted footer to a plaintext one."""
     tools.encrypt_file(source(folder), folder / "hidden.parquet", table_name="hidden")
     tools.rekey_file(folder / "hidden.parquet", folder / "x.parquet", table_name="shown")
     return folder / "x.parquet"
@@ -187,7 +187,7 @@ def test_no_planted_value_is_in_the_file(
         assert CANARY not in base64.b64decode(shown[b"ARROW:schema"])
         back = tools.read_table(path, table_name="shown")
         assert back["secret"].to_pylist() == [CANARY.decode(), None] * 50
-        # What is left out is never left out in silence.
+        # Nothing is omitted silently.
         assert "'pandas'" in caplog.text and "'geo'" in caplog.text and "'ARROW:schema'" in caplog.text
         report = tools.verify_file(path, table_name="shown")
         broken = {result.rule.id for result in report.rules if result.outcome.value == "broken"}
@@ -211,7 +211,7 @@ def test_nothing_of_the_column_itself_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_logical_type_that_says_nothing_stays(tmp_path: Path) -> None:
-    """Readers do not take the column for what its converted type says, as they would without it."""
+    """Readers do not interpret the column by its converted type, as they would without it."""
 
     def empty_types(footer: FileMetaData) -> None:
         for element in footer.schema[1:]:
@@ -257,7 +257,7 @@ def test_a_table_can_refuse_what_would_be_lost(tmp_path: Path) -> None:
 def test_unknown_fields_are_left_out_of_no_footer_in_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a chunk, a row group, and the file: they are not in the encrypted metadata of a column."""
+    """Fields of a chunk, a row group, and the file: they are not in the encrypted metadata of a column."""
     plain, target = tmp_path / "plain.parquet", tmp_path / "x.parquet"
 
     def plant(where: str) -> None:
@@ -275,7 +275,7 @@ def test_unknown_fields_are_left_out_of_no_footer_in_silence(
     plant("nowhere")
     with keytools(plaintext_footer_key_values="refuse") as tools:
         tools.encrypt_file(plain, target, table_name="shown")
-        # No key-value metadata comes to be, either.
+        # No key-value metadata is added, either.
         assert pq.read_metadata(target).metadata is None
         target.unlink()
         for where in ("file", "row group", "chunk"):

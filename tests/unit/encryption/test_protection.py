@@ -1,4 +1,4 @@
-"""How columns are protected: crypto metadata as all writers write it, and in every other way."""
+"""How columns are protected: crypto metadata as all writers write it, and every other combination."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chunk_of(key_metadata: bytes | None, path: tuple[str, ...] = LEAF.path) -> C
 
 
 def found(chunk: ColumnChunk) -> Any:
-    """Return what is found of a chunk, or the text of the error."""
+    """Return the protection of a chunk, or the text of the error."""
     try:
         return columns_of((LEAF,), [RowGroup()], [[chunk]], is_encrypted=True)
     except ParquetFormatError as error:
@@ -71,7 +71,7 @@ def test_there_are_no_more_columns_and_row_groups_than_ordinals(count: int, of: 
 
 
 def test_a_row_group_in_another_place_is_refused() -> None:
-    """A reader that went by the ordinal that is stated would look for modules of another row group."""
+    """A reader that used the stated ordinal would look for modules of another row group."""
 
     def row_group(ordinal: int | None) -> RowGroup:
         made = RowGroup()
@@ -136,7 +136,7 @@ def checked(leaves: tuple[LeafColumn, ...], chunks: list[list[ColumnChunk]]) -> 
     ],
 )
 def test_a_column_is_encrypted_alike_in_every_row_group(before: ColumnChunk, after: ColumnChunk) -> None:
-    """Else readers that look at one row group would take another one for plaintext, or ask for another key."""
+    """Otherwise, readers of one row group would treat another as plaintext, or request another key."""
     chunks = [[before, ColumnChunk()], [before, ColumnChunk()], [after, ColumnChunk()]]
 
     assert len(checked((LEAF, OTHER), [chunks[0]] * 3)) == 2
@@ -146,7 +146,7 @@ def test_a_column_is_encrypted_alike_in_every_row_group(before: ColumnChunk, aft
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_encrypted_metadata_says_with_which_key(count: int) -> None:
-    """Who removes the crypto metadata of a column must not have it pass for a column in plaintext."""
+    """A column must not pass as plaintext after an attacker removes its crypto metadata."""
     chunks = [[ColumnChunk()]] * count + [[without_crypto_metadata()]]
     with pytest.raises(ParquetFormatError, match="does not say with which key") as caught:
         checked((LEAF,), chunks)
@@ -166,7 +166,7 @@ def test_crypto_metadata_names_one_key() -> None:
 
 
 def test_encrypted_columns_need_an_algorithm() -> None:
-    """Without it nobody would look for the signature."""
+    """Without it, no reader would check the signature."""
     for chunk in (chunk_of(b"key"), with_footer_key()):
         with pytest.raises(ParquetFormatError, match="the footer names no encryption algorithm") as caught:
             columns_of((LEAF,), [RowGroup()], [[chunk]], is_encrypted=False)

@@ -1,4 +1,4 @@
-"""A file that says AES_GCM_CTR_V1: honest ones are read, and one that was written with AES_GCM_V1 is refused."""
+"""A file that states AES_GCM_CTR_V1: honest files are read, and a file written with AES_GCM_V1 is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GCM, CTR = Algorithm.AES_GCM_V1, Algorithm.AES_GCM_CTR_V1
 TABLE = pa.table(
     {
         "n": list(range(2_000)),
-        # Long enough that its length takes Snappy two bytes: one begins right by chance in every 256th run.
+        # Long enough that Snappy encodes its length in two bytes: by chance, every 256th run begins right.
         "s": [f"city {i % 700}" for i in range(2_000)],
         "o": [i if i % 3 else None for i in range(2_000)],
     }
@@ -49,7 +49,7 @@ PROVABLE: dict[str, dict[str, Any]] = {
     "zstd": {"compression": "zstd"},
     "gzip": {"compression": "gzip"},
 }
-"""What shows its algorithm even where an attacker has damaged every page."""
+"""Files that show their algorithm even if an attacker has damaged every page."""
 
 UNPROVABLE: dict[str, dict[str, Any]] = {"lz4": {"compression": "lz4"}, "brotli": {"compression": "brotli"}}
 
@@ -84,7 +84,7 @@ def swapped(data: bytes) -> bytes:
 
 
 def with_damaged_pages(data: bytes, keys: NamedKeys, *, row_groups: range | None = None) -> bytes:
-    """Return a file that was written with AES-GCM, with a bit of every page flipped, but not of its header."""
+    """Return a file written with AES-GCM, with one bit flipped in every page, but not in its header."""
     source, changed = MemorySource(data), bytearray(data)
     footer = read_footer(source, keys)
     deks = column_deks(footer, keys)
@@ -113,7 +113,7 @@ def with_damaged_pages(data: bytes, keys: NamedKeys, *, row_groups: range | None
 
 
 def opened(data: bytes, keys: NamedKeys) -> tuple[MemorySource, Footer]:
-    """Return a source that has not been read from, and the footer of its file."""
+    """Return a source without any reads so far, and the footer of its file."""
     return MemorySource(data), read_footer(MemorySource(data), keys)
 
 
@@ -135,7 +135,7 @@ def test_gcm_that_is_called_ctr_is_refused(name: str, choice: str) -> None:
         DecryptionError, match=r"is encrypted with AES-GCM.* states AES_GCM_CTR_V1.*restore"
     ) as caught:
         decrypt_columns(source, sink, footer, {})
-    assert sink.reserved_bytes is None  # Not a byte was written.
+    assert sink.reserved_bytes is None  # No byte was written.
     assert caught.value.row_group_ordinal == 0
     assert caught.value.column_ordinal == (1 if choice == "first column plaintext" else 0)
     assert caught.value.module_type in ("data page", "dictionary page")
@@ -163,7 +163,7 @@ def test_one_row_group_that_is_left_is_enough(compression: str) -> None:
 
 
 def test_lz4_pages_that_are_all_damaged_hide_it() -> None:
-    """What nobody can find out: written down so that it is known, and docs/attacks.md says it."""
+    """No check can detect this: the test documents it, and so does docs/attacks.md."""
     keys = NamedKeys()
     data = with_damaged_pages(sealed(written(compression="lz4", use_dictionary=False), keys, GCM), keys)
     check_stated_algorithm(*opened(swapped(data), keys), {})
@@ -178,7 +178,7 @@ def test_columns_whose_keys_are_missing_are_passed_over() -> None:
     }
     data = swapped(sealed(written(), keys, GCM, columns))
     source, footer = opened(data, keys)
-    check_stated_algorithm(source, footer, {})  # There is no page that anybody could read.
+    check_stated_algorithm(source, footer, {})  # No page is readable by anyone.
     with pytest.raises(DecryptionError) as caught:
         check_stated_algorithm(source, footer, {("s",): keys.deks[b"ks"]})
     assert caught.value.column_ordinal == 1
@@ -216,7 +216,7 @@ def test_ctr_that_is_called_gcm_is_refused() -> None:
         pa.table({"a": pa.nulls(5, pa.string()), "b": pa.nulls(5)}),
         pa.table({"a": [b""]}),
         pa.table({"a": [[7] * 40, [7] * 40]}),
-        # V2 pages stay as they are where a codec makes them longer, and say so.
+        # V2 pages stay uncompressed where a codec makes them longer, and their headers say so.
         pa.table({"a": [bytes(range(256))]}),
     ],
     ids=["no rows", "one row", "only nulls", "empty text", "lists", "incompressible"],
@@ -229,7 +229,7 @@ def test_honest_files_with_few_values_are_read(table: pa.Table, options: dict[st
 
 
 def test_a_page_that_its_codec_made_longer_is_read() -> None:
-    """By as many bytes as AES-GCM takes more than AES-CTR: what is compressed says nothing by its length."""
+    """By as many bytes as AES-GCM needs more than AES-CTR: the length of compressed data shows nothing."""
     table = pa.table({"a": [True] * 56}, schema=pa.schema([pa.field("a", pa.bool_(), nullable=False)]))
     data, keys = written(table, use_dictionary=False, compression="gzip"), NamedKeys()
     column = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).column(0)
@@ -241,7 +241,7 @@ def test_a_page_that_its_codec_made_longer_is_read() -> None:
 @pytest.mark.parametrize("compression", ["none", "snappy", "gzip"])
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 def test_gcm_with_few_values_is_refused(compression: str, version: str) -> None:
-    """A dictionary page of no bytes too, which is as long as the framing."""
+    """An empty dictionary page, too, which is as long as the framing."""
     keys = NamedKeys()
     tables = [{"a": [1]}, {"a": ["x"]}, {"a": pa.nulls(5, pa.string())}, {"a": [b""]}, {"a": [[7] * 40] * 2}]
     for columns in tables:
@@ -254,7 +254,7 @@ def test_gcm_with_few_values_is_refused(compression: str, version: str) -> None:
 
 
 def first_page(footer: Footer) -> int:
-    """Return where the header of a file's first page begins."""
+    """Return the offset of the header of a file's first page."""
     metadata = footer.chunk_metadata(0, footer.columns[0], footer.cipher)
     return metadata.dictionary_page_offset or metadata.data_page_offset
 
@@ -272,12 +272,12 @@ def test_a_guess_that_is_right_for_one_page_does_not_hide_it() -> None:
         with pytest.raises(DecryptionError, match="is encrypted with AES-GCM") as caught:
             check_stated_algorithm(*opened(bytes(data), keys), {})
         passed += caught.value.column_ordinal == 1
-    # One value passes for Snappy's first byte. Random ciphertext makes another page pass now and then.
+    # One value passes as Snappy's first byte. Random ciphertext makes another page pass now and then.
     assert passed > 200
 
 
 def test_one_known_byte_is_no_proof() -> None:
-    """Of a file with one short page, Snappy's first byte is right by chance in one of 256 files."""
+    """In a file with one short page, Snappy's first byte is right by chance in one of 256 files."""
     keys = NamedKeys()
     plain = written(pa.table({"a": ["text " * 20]}), use_dictionary=False)
     for _ in range(400):
@@ -303,7 +303,7 @@ def test_one_damaged_page_header_does_not_make_an_honest_file_unreadable() -> No
 
 
 def test_one_damaged_page_does_not_make_an_honest_file_unreadable() -> None:
-    """What is lost is what was damaged; `decrypt --salvage` may want the rest."""
+    """Only the damaged data is lost; `decrypt --salvage` may need the rest."""
     keys = NamedKeys()
     data = bytearray(sealed(written(compression="zstd", row_group_size=500), keys, CTR))
     _, footer = opened(bytes(data), keys)
@@ -333,7 +333,7 @@ def test_nothing_is_read_of_a_file_that_says_gcm() -> None:
 
 
 def test_a_header_that_does_not_say_how_long_its_page_is() -> None:
-    """Such headers prove nothing, and the page still does."""
+    """Such headers prove nothing, but the page still does."""
     data = written(pa.table({"n": [1, 2, 3, 4]}), use_dictionary=False, compression="none")
     negative = data.replace(b"\x2c\x15\x08", b"\x2c\x15\x01", 1)
     assert negative != data

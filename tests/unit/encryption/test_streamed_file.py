@@ -1,4 +1,4 @@
-"""A file that is written row group by row group: what does not belong into it."""
+"""A file that is written row group by row group: input that does not belong in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parquet_keytools.secret_bytes import SecretBytes
 
 
 class GrowingSink(MemorySink):
-    """Takes what comes, at the end."""
+    """Collects its input at the end."""
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         assert offset == len(self.data)

@@ -76,7 +76,7 @@ def test_rows_are_removed_and_other_files_stay(tmp_path: Path, settings: dict[st
     now = tree_digest(case.folder)
     assert {name for name in now if now[name] != was[name]} <= {"x.parquet", "_KEY_MATERIAL_FOR_x.parquet.json"}
     assert tools.verify_folder(case.folder).conforms
-    # Done is done.
+    # A second run changes nothing.
     report = tools.erase_rows(case.folder, where="a IN (3, 150)")
     assert report.counts == {Outcome.NO_MATCHING_ROWS: 2} and tree_digest(case.folder) == now
 
@@ -173,7 +173,7 @@ def test_logical_types_that_are_not_read_stay(tmp_path: Path) -> None:
 
 
 def as_spark_writes(path: Path, at: datetime) -> pa.Table:
-    """Write timestamps of 96 bits, decimals as integers, and lists whose elements have another name."""
+    """Write 96-bit timestamps, decimals as integers, and lists whose elements have another name."""
     table = pa.table(
         {
             "a": [1, 2],
@@ -282,7 +282,7 @@ def test_types_that_pyarrow_cannot_filter_fail_and_others_are_done(
 ) -> None:
     case = Case.make(tmp_path, "in_memory", column_keys={"ka": ["c"]}, unlisted_columns="footer_key")
     tools = case.tools()
-    # Older versions of pyarrow take values of NumPy only.
+    # Older versions of pyarrow accept only NumPy values.
     column = pa.array(np.array(values, np.float16)) if pa.types.is_floating(kind) else pa.array(values, kind)
     tools.write_table(pa.table({"c": column}), case.folder / "b.parquet")
     for name in ("a.parquet", "c.parquet"):

@@ -1,4 +1,4 @@
-"""What an earlier run has made is skipped; anything else in its place is not."""
+"""The output of an earlier run is skipped; any other file in its place is not."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_what_the_kms_does_not_tell_is_an_error(tmp_path: Path, kms: InMemoryKms
 
 
 def test_without_times_nothing_is_skipped(kms: InMemoryKms, plain: Path) -> None:
-    """Of a store that does not say when a file changed, nobody knows whether the source is newer."""
+    """In a store without modification times, it is unknown whether the source is newer."""
     keytools, memory = tools(kms), fsspec.filesystem("memory")
     memory.makedirs("/timeless", exist_ok=True)
     options: dict[str, Any] = {"overwrite": False, "skip_existing": True, "target_filesystem": memory}

@@ -1,4 +1,4 @@
-"""Key-value metadata of files with refused columns: nothing of these columns' values, and the rest stays."""
+"""Key-value metadata of files with refused columns: nothing about these columns' values, and the rest stays."""
 
 from __future__ import annotations
 

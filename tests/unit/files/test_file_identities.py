@@ -1,4 +1,4 @@
-"""Files that share data keys and file unique: refused in a folder, warned of elsewhere."""
+"""Files that share data keys and file unique: refused in a folder, with a warning elsewhere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two files that pandas wrote with one and the same properties."""
+    """Two files that pandas wrote with the same properties."""
     tools = Keytools.from_mapping(document())
     properties = tools.encryption_properties("t", SCHEMA, "any.parquet")
     FRAME.to_parquet(tmp_path / "data", partition_cols=["c"], encryption_properties=properties)
@@ -89,7 +89,7 @@ def test_a_folder_is_refused(folder: Path, way: str) -> None:
 
 
 def test_a_folder_is_refused_where_the_index_is_read_too(tmp_path: Path) -> None:
-    """The columns of the index are known after the first file was opened: the files are opened once more."""
+    """The index columns are known only after the first file was opened: the files are opened once more."""
     table = pa.Table.from_pandas(FRAME.set_index(pd.Index(map(str, range(10)), name="i")))
     tools = Keytools.from_mapping(document())
     properties = tools.encryption_properties("t", table.schema, "any.parquet")
@@ -159,7 +159,7 @@ def test_single_reads_warn_once_both_were_seen(folder: Path) -> None:
         Keytools.from_mapping(document()).read_table(second)
     with pytest.warns(UserWarning, match="share their data keys") as caught:
         tools.read_table(second)
-    # Before Python 3.12, a library cannot ask for the line of its caller.
+    # Before Python 3.12, a library cannot get its caller's line.
     assert len(caught) == 1 and (sys.version_info < (3, 12) or caught[0].filename == __file__)
     with pytest.warns(UserWarning, match="share their data keys"):
         tools.decryption_properties(first)
@@ -211,7 +211,7 @@ def test_commands_refuse_report_and_repair(folder: Path, config: Path, tmp_path:
     assert verified.exit_code == 1
     assert "violation file-copied" in verified.stdout
     assert run("rotate", folder, "--config", config).exit_code == 0
-    # What the hint says.
+    # As the hint says.
     assert run("rekey", folder, "--in-place", "--config", config).exit_code == 0
     assert run("verify", folder, "--config", config).exit_code == 0
     assert Keytools.from_mapping(document()).read_table(folder).num_rows == 10
@@ -225,7 +225,7 @@ def test_rekey_of_a_folder_gives_each_file_its_own(folder: Path, config: Path, t
 
 
 def test_many_files_take_little_memory_and_do_not_collide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten thousand stand for a hundred thousand."""
+    """Ten thousand files represent a hundred thousand."""
     assert opened_file.MOST_REMEMBERED == 100_000
     monkeypatch.setattr(opened_file, "MOST_REMEMBERED", 10_000)
     identities = FileIdentities(refuses=True)
@@ -241,7 +241,7 @@ def test_many_files_take_little_memory_and_do_not_collide(monkeypatch: pytest.Mo
     finally:
         tracemalloc.stop()
     assert kept < 4_000_000
-    # The first is still known. With one more it is forgotten.
+    # The first file is still known. With one more file, it is forgotten.
     assert identities.other(FileLocation(filesystem, "/other"), dek, uniques[0]) is not None
     identities.other(FileLocation(filesystem, "/more"), dek, os.urandom(8))
     assert identities.other(FileLocation(filesystem, "/other"), dek, uniques[0]) is None

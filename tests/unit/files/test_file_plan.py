@@ -12,7 +12,7 @@ from parquet_keytools.storage.locations import FileLocation
 
 @pytest.fixture(params=["local", "other"])
 def located(request: pytest.FixtureRequest):
-    """Makes locations: on this machine, and on a file system that is not known to be."""
+    """Creates locations: on this machine, and on a file system that is not known to be local."""
     if request.param == "local":
         return FileLocation.resolve
     filesystem = pafs.PyFileSystem(DelegatingHandler(pafs.LocalFileSystem()))
@@ -173,7 +173,7 @@ def test_links_are_followed_but_not_in_circles(folder: Path, tmp_path: Path) -> 
     plan = plan_files(FileLocation.resolve(folder), FileLocation.resolve(tmp_path / "target"))
     assert relative(plan, folder)[-1] == "year=3/x.parquet"
     assert len(plan.files) == 6
-    # They would be missing in the target without a word.
+    # They would be silently missing in the target.
     reasons = {str(Path(unseen.path).relative_to(folder)): unseen.reason for unseen in plan.unseen}
     assert {name: reason.split(":")[0] for name, reason in reasons.items()} == {
         "dangling": "a dangling link",

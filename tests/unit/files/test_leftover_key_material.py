@@ -1,4 +1,4 @@
-"""Tests of key material that is left beside a plaintext file, by a file of the same name that was encrypted."""
+"""Key material left beside a plaintext file by an earlier, encrypted file of the same name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files whose writers stated something wrong, which other engines read: once encrypted, they state it right."""
+"""Files with wrong statements by their writers, which other engines read: encryption corrects these."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def old_file(
             metadata.total_uncompressed_size -= header_length
             group.total_byte_size -= header_length
         if not names_dictionary:
-            # Old writers left it out: the first page is where the data pages are said to begin.
+            # Old writers omitted it: the first page is at the stated offset of the data pages.
             metadata.dictionary_page_offset = None
             metadata.data_page_offset = start
         chunk.meta_data = metadata
@@ -81,7 +81,7 @@ def test_a_last_page_that_goes_on_after_its_chunk(
     assert keytools.verify_file(encrypted).conforms
     keytools.rekey_file(encrypted, tmp_path / "rekeyed.parquet")
     assert keytools.read_table(tmp_path / "rekeyed.parquet").equals(ROWS)
-    # A view, which the readers of plaintext files read.
+    # A view, for readers of plaintext files.
     viewed = tmp_path / "viewed.parquet"
     viewed.write_bytes(keytools.open(encrypted).read())
     keytools.decrypt_file(encrypted, decrypted)

@@ -1,4 +1,4 @@
-"""How the files of a data set take their places together."""
+"""How the files of a data set are put in place together."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def replaced_by_a_folder(path: Path) -> None:
 
 @pytest.fixture(params=[removed, replaced_by_a_folder], ids=lambda act: act.__name__)
 def is_gone_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have somebody remove `x.parquet` or `0-0.parquet` as soon as they are in their places."""
+    """Have somebody remove `x.parquet` or `0-0.parquet` as soon as they are in place."""
     commit = outputs.LocalOutput.commit
 
     def committed(output: outputs.PendingOutput, *arguments: Any, **options: Any) -> None:

@@ -282,7 +282,7 @@ def material(master_key_id, **fields):
 
 
 class Beside:
-    """A source of key material that lies beside a file."""
+    """A source of key material beside a file."""
 
     def __init__(self, key_materials, footer_without_metadata):
         self.key_materials = key_materials or {}

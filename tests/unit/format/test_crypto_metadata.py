@@ -16,7 +16,7 @@ PATH = ("person", "ssn")
 
 
 def with_column_key(key_metadata: bytes | None) -> ColumnCryptoMetaData:
-    """Return crypto metadata of a column with a key of its own."""
+    """Return crypto metadata of a column with its own key."""
     own_key = EncryptionWithColumnKey()
     own_key.path_in_schema = list(PATH)
     own_key.key_metadata = key_metadata
@@ -27,14 +27,14 @@ def with_column_key(key_metadata: bytes | None) -> ColumnCryptoMetaData:
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 20_000])
 def test_key_metadata_of_any_length_is_found(length: int) -> None:
-    """As the general reader finds it."""
+    """As the general reader parses it."""
     stored = with_column_key(b"k" * length).serialise()
     assert usual_key_metadata(stored, PATH) == b"k" * length
     assert usual_key_metadata(stored, ("person", "ssn2")) is None
 
 
 def test_all_other_crypto_metadata_is_left_to_the_general_reader() -> None:
-    """It says what is wrong with it."""
+    """The general reader reports what is wrong with it."""
     footer_key = ColumnCryptoMetaData()
     footer_key.encryption_with_footer_key = EncryptionWithFooterKey()
     both = with_column_key(b"k")

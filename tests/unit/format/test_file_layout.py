@@ -46,7 +46,7 @@ def test_a_long_footer_takes_one_more_read() -> None:
 
 
 class ReplacedSource(MemorySource):
-    """A file in whose place there is another one of the same length, after its tail was read."""
+    """A file that is replaced by another one of the same length after its tail was read."""
 
     def __init__(self, data: bytes, other: bytes) -> None:
         assert len(data) == len(other)

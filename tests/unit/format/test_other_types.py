@@ -1,4 +1,4 @@
-"""Known fields with other types: passed over and kept, as by code that Thrift generates; a few are refused."""
+"""Known fields with other types: skipped and kept, as by code that Thrift generates; a few are refused."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ _ENCRYPTED_FIELDS = {
 
 @pytest.mark.parametrize("name", _ENCRYPTED_FIELDS)
 def test_an_encrypted_file_does_not_become_another(name: str) -> None:
-    """Generated code passes over these too, and then takes the file for one that is not encrypted."""
+    """Generated code skips these too, and then treats the file as unencrypted."""
     keys = NamedKeys()
     columns = {("a",): ColumnKey(keys.new(b"ka"), b"ka")}
     encryption = FileEncryption(keys.new(b"kf"), b"kf", columns, plaintext_footer=True, aad_prefix=b"p")  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_an_encrypted_file_does_not_become_another(name: str) -> None:
         body, footer = _footer(stored)
         holder = _holder(footer.struct, path)
         if holder.fields[path[-1]][0] is other[0] or (path == (9,) and other[0] in _BOOL):
-            continue  # In field 9 it is the 2019 draft, which has words of its own.
+            continue  # In field 9 it is the 2019 draft, which has a message of its own.
         holder.set_entry(path[-1], other)
         source = MemorySource(_with_footer(body, footer))
         with pytest.raises(ParquetFormatError, match=rf"{name}: has the Thrift type {other[0].name}"):

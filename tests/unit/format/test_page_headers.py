@@ -75,7 +75,7 @@ def test_sizes_and_crcs_are_read_and_replaced(page_type: int, extra: dict[int, o
         assert facts.page_length == length
         assert facts.length == len(header)
         assert facts.crc == (None if crc is None else crc & 0xFFFF_FFFF)
-        # Replaced, it is what the general writer makes of it.
+        # Replaced, it equals the general writer's output.
         record.compressed_page_size = 77
         if crc is not None:
             record.crc = 123_456_789

@@ -1,4 +1,4 @@
-"""File objects over ranges: one position for threads that take turns, and each its own where they do not."""
+"""File objects over ranges: one position for threads that take turns, and otherwise one for each thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ranged(RangedFile):
 
 
 def test_a_thread_reads_where_it_went_to() -> None:
-    """As DuckDB's threads do: each goes to its place, and others do so before it reads."""
+    """As DuckDB's threads do: each one seeks, and others seek before it reads."""
     file = Ranged()
     threads = 8
     together = threading.Barrier(threads)
@@ -40,7 +40,7 @@ def test_a_thread_reads_where_it_went_to() -> None:
 
 
 def test_threads_that_take_turns_share_the_position() -> None:
-    """As `asyncio.to_thread` does, which has a thread for each call."""
+    """As with `asyncio.to_thread`, which uses a thread for each call."""
     file = Ranged()
     with ThreadPoolExecutor(1) as other:
         file.seek(100)

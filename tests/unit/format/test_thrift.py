@@ -157,7 +157,7 @@ def test_a_changed_struct_is_written_like_one_made_of_its_fields(prefix: bytes, 
     for _ in range(2):
         assert struct.changed_bytes(changes) == Struct(expected).as_bytes()
         assert struct.as_bytes() == written
-        assert struct.fields == _FIELDS  # From now on its lists and structs are built.
+        assert struct.fields == _FIELDS  # From now on, its lists and structs are built.
     changed = struct.copy()
     for field_id, entry in changes.items():
         changed.set_entry(field_id, entry)

@@ -1,4 +1,4 @@
-"""AGS1: streams that others wrote, streams that others read, and each way to alter one."""
+"""AGS1: streams from other writers, streams for other readers, and each way to alter one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_files_of_each_library_are_read(tmp_path: Path) -> None:
 
 
 class Dribbling(io.BytesIO):
-    """Returns fewer bytes than are asked for, as a socket may."""
+    """Returns fewer bytes than requested, as a socket may."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         return super().read(min(size or 0, 7_001))
@@ -121,7 +121,7 @@ class Counting(io.BytesIO):
         return data
 
 
-# --- what is altered is refused ---
+# --- altered streams are refused ---
 
 
 def refused(data: bytes, **changes: Any) -> str:

@@ -1,4 +1,4 @@
-"""StandardKeyMetadata: what others wrote, and what is refused."""
+"""StandardKeyMetadata: from other writers, and invalid."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_labels_of_nested_fields_and_of_parents(lake: LabelledLake) -> None:
 
 def test_a_column_without_a_label_is_refused_when_it_is_added(lake: LabelledLake) -> None:
     lake.policy()
-    # A label of the table that would need no key decides nothing.
+    # A label that needs no key does not affect the table.
     with pytest.raises(ConfigurationError, match=r"unlabelled.*'id'"):
         lake.make()
     lake.policy(more="    plaintext_columns: [id]")
@@ -137,7 +137,7 @@ def test_rows_are_refused_once_a_label_wants_another_key(lake: LabelledLake) -> 
     with pytest.raises(ConfigurationError, match="'id' has the label 'payment'"):
         table.append(rows(2, 4))
     assert lake.files() == before
-    # What is there is read, and its keys are rotated.
+    # Existing data is read, and its keys are rotated.
     assert lake.ids() == [0, 1]
     assert table.rotate()
 
@@ -160,7 +160,7 @@ def test_one_key_for_columns_of_several_classes(lake: LabelledLake) -> None:
     with pytest.raises(ConfigurationError, match="'id' has the label 'payment'"):
         lake.make("pii", schema=schema)
     lake.make("pci", schema=schema).append(rows(0, 2))
-    # A key that nothing else names is trusted, too.
+    # A key that only this table names is trusted, too.
     lake.policy(iceberg="keys: [master-1]")
     lake.catalog().drop_table("db.people")
     lake.make("master-1", schema=schema).append(rows(0, 2))

@@ -47,7 +47,7 @@ def table(*entries: EncryptionKey, **properties: str) -> TableEncryption:
 
 
 def kek(name: str, age_ms: int, of: IcebergKeys) -> EncryptionKey:
-    """Return a KEK of some age; its first bytes are those of its name."""
+    """Return a KEK of some age; its first bytes are the bytes of its name."""
     fresh = NewKeys(of, lambda: (NOW_MS - age_ms) / 1000)
     state = table()
     entry, _ = fresh.entries_for(KeyChain(state, of), StandardKeyMetadata.fresh(128))
@@ -99,7 +99,7 @@ def test_a_new_kek_is_made_once_for_all_attempts() -> None:
 
 
 def test_a_master_key_of_anybody_encrypts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes the metadata file must not get new data under a key of theirs."""
+    """A writer of the metadata file must not get new data encrypted under a key of theirs."""
     of = keys()
     kms = of.service.kms
     assert kms is not None
@@ -137,7 +137,7 @@ def test_a_kms_that_wraps_wrongly_replaces_no_kek(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_table_under_one_of_several_kmss() -> None:
-    """Metadata names the KMS, except for the default KMS: other clients know the identifier alone."""
+    """Metadata names the KMS, except for the default KMS: other clients know only the identifier."""
     master_key = base64.b64encode(KEYS["keyA"]).decode()
     kms = {"type": "in_memory", "keys": {"keyA": master_key}}
     document = {

@@ -65,7 +65,7 @@ def client_of(config: Path, **more: str) -> IcebergKeyManagementClient:
 
 @pytest.mark.parametrize("length", [16, 24, 32])
 def test_what_it_wraps_others_unwrap_and_the_other_way_round(config: Path, length: int) -> None:
-    """Others do as the KMS of Iceberg's own tests does: nonce, AES-GCM, tag, no AAD."""
+    """Others do the same as the KMS in Iceberg's own tests: nonce, AES-GCM, tag, no AAD."""
     client, key, cipher = client_of(config), os.urandom(length), AESGCM(master_key(config))
     wrapped = client.wrap_key(key, "people")
     assert cipher.decrypt(wrapped[:12], wrapped[12:], None) == key
@@ -92,7 +92,7 @@ def test_it_is_loaded_by_its_path(config: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_it_is_of_the_class_of_pyiceberg_where_there_is_one(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class KeyManagementClient:
-        """Stands for PyIceberg's."""
+        """Stands in for PyIceberg's."""
 
     package, module = types.ModuleType("pyiceberg.encryption"), types.ModuleType("pyiceberg.encryption.kms")
     module.KeyManagementClient = KeyManagementClient  # type: ignore[attr-defined]

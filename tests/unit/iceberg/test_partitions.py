@@ -1,4 +1,4 @@
-"""Encrypted tables that are partitioned: values of partitions are in manifests alone, never in names of files."""
+"""Encrypted tables that are partitioned: partition values are only in manifests, never in file names."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_no_property_puts_values_of_partitions_into_names(lake: Lake, properties
     lake.load().dynamic_partition_overwrite(rows(0, 1))
     assert lake.ids() == lake.outside_ids() == [0, 1, 1]
     lake.assert_no_plaintext()
-    # What a table says stays as it is: PyIceberg's writers alone see something else.
+    # The table's own metadata stays as it is: only PyIceberg's writers see something else.
     assert lake.metadata()["properties"].items() >= properties.items()
     assert not any(name.startswith("commit.") for name in lake.metadata()["properties"])
     assert table.refresh().properties.items() >= properties.items()
@@ -138,7 +138,7 @@ LAST = datetime.datetime(9999, 12, 31, 23, 59, 59, 999999)
 
 
 def decimals(precision: int, scale: int) -> tuple[IcebergType, pa.DataType, list[Any]]:
-    """Values whose bytes PyIceberg would take for a length: large, negative, and small numbers."""
+    """Values whose bytes PyIceberg would read as a length: large, negative, and small numbers."""
     digits = "9" * precision
     values = [Decimal(f"{sign}{number}E-{scale}") for sign in ("", "-") for number in (digits, "1")]
     return DecimalType(precision, scale), pa.decimal128(precision, scale), [*values, Decimal(f"0E-{scale}")]
@@ -206,7 +206,7 @@ def spec_of(schema: Schema, transform: Transform[Any, Any]) -> PartitionSpec:
     return PartitionSpec(*(PartitionField(id_, 999 + id_, transform, f"p {columns[id_]}") for id_ in columns))
 
 
-# Values of buckets are numbers, those of truncated columns of their types: as the first and the last have them.
+# Bucket values are numbers, and truncated values keep their type: the first and the last transform cover both.
 @pytest.mark.parametrize("transform", ALL if SOAK else [IdentityTransform(), DayTransform()], ids=str)
 def test_each_type_by_each_transform_does_what_a_plaintext_table_does(
     lake: Lake, transform: Transform[Any, Any]
@@ -272,7 +272,7 @@ NANOSECONDS = {
     "ns": (TimestampNanoType(), pa.timestamp("ns"), [1, -1, 2**62]),
     "ns_utc": (TimestamptzNanoType(), pa.timestamp("ns", "UTC"), [1, -1, 2**62]),
 }
-"""Of format version 3, in which PyIceberg 0.12 writes no plaintext table."""
+"""In format version 3, in which PyIceberg 0.12 writes no plaintext table."""
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_what_no_reader_of_manifests_could_read_is_not_appended(
         table.append(values)
     assert list(lake.warehouse.rglob("*")) == files
     assert lake.load("db.t").scan().to_arrow().num_rows == 0
-    # Without this field the rows are appended.
+    # Without this field, the rows are appended.
     with table.update_spec() as update:
         update.remove_field(f"p {column}")
     table.append(values)
@@ -354,7 +354,7 @@ def test_a_repeated_commit_never_lists_files_under_another_partition_spec(
     with pytest.raises(ValidationException, match="partition spec changed"):
         transaction.commit_transaction()
     assert lake.files() < files
-    # Written again, the rows are found by the fields of the new spec.
+    # The rewritten rows are found by the fields of the new spec.
     with lake.load().transaction() as again:
         if is_same_transaction:
             change_spec(again)

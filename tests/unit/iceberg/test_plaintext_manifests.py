@@ -26,7 +26,7 @@ def lake(tmp_path: Path) -> Lake:
 
 
 def decrypt_manifest(lake: Lake) -> str:
-    """Replace the manifest of a table by its plaintext, in an encrypted manifest list; return its location."""
+    """Replace a table's manifest by its plaintext, in an encrypted manifest list; return its location."""
     table = lake.load()
     assert isinstance(table.io, EncryptedFileIO)
     known = table.known()
@@ -76,7 +76,7 @@ def test_it_is_reported_and_never_read(lake: Lake, plaintext_files: str) -> None
     report = audit(lake)
     assert report.plaintext_files == [manifest]
     assert report.findings == [(f"manifest {manifest}", "it is a plaintext file in an encrypted table")]
-    # It is unknown what the table names.
+    # It is unknown which files the table names.
     assert report.links[manifest].children == [] and report.orphans is None
 
 

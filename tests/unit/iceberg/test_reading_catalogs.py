@@ -93,7 +93,7 @@ def test_a_rest_catalog_needs_our_load_table(lake: Lake) -> None:
         properties = {name: value for name, value in lake.catalog().properties.items() if name != "uri"}
         catalog = RestCatalog("rest", uri=uri, **properties)
         create_table(catalog, "db.people", rows(0, 1).schema, encryption_key="pii").append(rows(0, 5))
-        # Another process would know nothing; a changed configuration stands for one here.
+        # A changed configuration simulates another process, which has nothing cached.
         configuration = lake.folder / "keytools.yaml"
         configuration.write_text(configuration.read_text() + "\n")
         plain = catalog.load_table("db.people")
@@ -167,11 +167,11 @@ def test_a_mapping_that_is_none_is_refused(mapping: str) -> None:
         mapped_location("file:/warehouse/x", mapping)
 
 
-# --- tables that lost their keys, and properties that are not a table's to set ---
+# --- tables that lost their keys, and properties that a table must not set ---
 
 
 def strip(lake: Lake) -> None:
-    """Take all that says that the table is encrypted out of its metadata file, and put plaintext into it."""
+    """Remove all traces of encryption from a table's metadata file, and put plaintext into the table."""
     table = lake.load()
     plain = lake.catalog().create_table("db.forged", rows(0, 1).schema)
     plain.append(rows(900, 903))
@@ -204,7 +204,7 @@ def test_a_table_that_lost_its_keys_is_refused_where_it_is_known_to_be_encrypted
     for load in (lake.catalog(**strict).load_table, lambda name: load_table(lake.catalog(**strict), name)):
         with pytest.raises(NotEncryptedError, match="encrypted ones alone"):
             load("db.people")
-    # Otherwise it is a plaintext table, as others in the catalog are.
+    # Otherwise it is a plaintext table, like others in the catalog.
     assert not isinstance(load_table(lake.catalog(), "db.people"), EncryptedTable)
 
 
@@ -268,7 +268,7 @@ def test_nobody_gives_a_table_what_would_be_refused_in_it(lake: Lake, name: str)
 
 
 def test_a_scan_decrypts_no_column_that_it_does_not_ask_for(lake: Lake) -> None:
-    """Of a small file, too, whose pages are all among the bytes at its end that Arrow reads for the footer."""
+    """This includes a small file, whose pages are all among the last bytes, which Arrow reads for the footer."""
     lake.create().append(rows(0, 500))
     (file,) = lake.table_folder.rglob("*.parquet")
     content = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Commits to a REST catalog: keys travel as updates, and one that drops them is reported."""
+"""Commits to a REST catalog: keys are sent as updates, and a catalog that drops them is reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def create(catalog: RestCatalog) -> EncryptedTable:
 
 
 def ids(server: RestServer, catalog: RestCatalog) -> list[int]:
-    """What we and a reader that shares no code with ours find, which is the same."""
+    """What we and a reader that shares no code with ours read, which is the same."""
     found = sorted(load_table(catalog, "db.people").scan().to_arrow()["id"].to_pylist())
     outsider = Warehouse(server.folder, f"file://{server.folder}")
     metadata = current_metadata(server.folder / "people")
@@ -73,7 +73,7 @@ def test_the_past_is_read_and_a_static_table(server: tuple[RestServer, RestCatal
     table.append(rows(0, 5))
     table.overwrite(rows(7, 9), "id >= 3")
     table.rotate()
-    # A changed configuration stands for a process that has learnt nothing yet.
+    # A changed configuration simulates a process that has nothing cached.
     configuration = lake.folder / "keytools.yaml"
     configuration.write_text(configuration.read_text() + "\n")
     loaded = load_table(catalog, "db.people")
@@ -132,7 +132,7 @@ def test_a_conflict_is_repeated_and_a_lost_answer_loses_nothing(server: tuple[Re
         first.append(rows(3, 4))
     assert ids(rest, catalog) == [0, 1, 2, 3]
     metadata = current_metadata(rest.folder / "people")
-    # The key of the attempt that failed is not there.
+    # The key of the failed attempt is not there.
     assert len(metadata["encryption-keys"]) == 1 + len(metadata["snapshots"]) == 5
 
 

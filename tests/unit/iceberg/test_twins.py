@@ -1,4 +1,4 @@
-"""An encrypted table and its plaintext twin, changed in the same ways: each read of both is equal."""
+"""An encrypted table and its plaintext twin, changed in the same ways: all reads of both are equal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIRST = pa.table(
 
 
 def rows_of(table: Table, start: int) -> pa.Table:
-    """Return new rows of the schema that a table has now."""
+    """Return new rows of a table's current schema."""
     schema = table.schema().as_arrow()
     ids = range(start, start + 10)
     values: dict[str, Any] = {
@@ -159,7 +159,7 @@ def twins(lake: Lake, schema: pa.Schema) -> tuple[Table, Table]:
 
 
 def assert_are_twins(lake: Lake) -> None:
-    """Compare rows, projections, and what manifests say of each column."""
+    """Compare rows, projections, and the manifests' entries for each column."""
     plain, encrypted = lake.catalog().load_table("db.plain"), lake.load("db.encrypted")
 
     def rows_by_id(table: Table, **named: Any) -> pa.Table:

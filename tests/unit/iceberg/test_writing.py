@@ -1,4 +1,4 @@
-"""Encrypted tables that are written here: read by us, and by a reader that shares no code with ours."""
+"""Encrypted tables written by us: read by us, and by a reader that shares no code with ours."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_sizes_and_bounds_are_those_of_the_encrypted_file(lake: Lake) -> None:
     assert file["split_offsets"] is None and file["column_sizes"] is None
     assert file["file_size_in_bytes"] == len(data)
     assert {item["key"]: item["value"] for item in file["lower_bounds"]}[1] == bytes(8)
-    # The prefix is not stored, and no key metadata of Parquet is.
+    # The prefix is not stored, and no Parquet key metadata is.
     assert prefix not in data
     assert data[:4] == b"PARE"
 
@@ -237,7 +237,7 @@ def test_a_new_kek_is_the_only_call_for_any_number_of_files(lake: Lake) -> None:
     table.append(rows(3, 6))
     table.append(rows(6, 9))
     after = sum(kms.call_counts.values())
-    # One wraps it; one unwraps it when it is first found in the metadata file.
+    # One call wraps it; one unwraps it when it is first found in the metadata file.
     assert after - before <= 2
 
 
@@ -259,7 +259,7 @@ def test_upserts_branches_and_expired_snapshots(lake: Lake) -> None:
     table.maintenance.expire_snapshots().by_id(expired).commit()
     after = lake.metadata()
     assert after["encryption-keys"] == before["encryption-keys"]
-    # PyIceberg takes the parent from the snapshot that followed; all else of each stays, its key above all.
+    # PyIceberg takes the parent from the next snapshot; everything else in each stays, above all its key.
     kept = [snapshot for snapshot in before["snapshots"] if snapshot["snapshot-id"] != expired]
     assert [{**s, "parent-snapshot-id": 0} for s in after["snapshots"]] == [
         {**s, "parent-snapshot-id": 0} for s in kept
@@ -283,7 +283,7 @@ def test_keys_that_expired_snapshots_left_are_removed_and_no_others(lake: Lake) 
     (unneeded,) = [
         e["key-id"] for e in before["encryption-keys"] if "properties" not in e and e["key-id"] not in used
     ]
-    # A KEK that nothing uses and that is no longer young goes, too; one that the next commit takes stays.
+    # An unused KEK that is no longer young is removed, too; a KEK that the next commit uses stays.
     kek = next(entry for entry in before["encryption-keys"] if "properties" in entry)
     old = {**kek, "key-id": "old", "properties": {"KEY_TIMESTAMP": "1000000000000"}}
     before["encryption-keys"] += [old, {**kek, "key-id": "spare"}]
@@ -332,7 +332,7 @@ def test_a_compressed_metadata_file_is_continued(lake: Lake) -> None:
     )
 
 
-# --- tables of others ---
+# --- tables of other writers ---
 
 
 @pytest.mark.parametrize("name", ["people_128", "kek_rotated", "evolved"])
@@ -347,7 +347,7 @@ def test_tables_of_iceberg_java_are_continued(iceberg_test_data: Path, lake: Lak
     before = json.loads(Warehouse(lake.warehouse).read(expected["metadata"]))
     table.append(before_rows.slice(0, 3))
     after = json.loads(Warehouse(lake.warehouse).read(table.metadata_location))
-    # All that the file had is there still, with fields that PyIceberg does not know.
+    # The file keeps all its fields, including those that PyIceberg does not know.
     assert after["encryption-keys"][:-1] == before["encryption-keys"]
     assert after["snapshots"][:-1] == before["snapshots"]
     assert set(before) <= set(after)
@@ -381,11 +381,11 @@ def test_a_table_with_deletion_vectors_and_equality_deletes_is_continued(
     table.append(before.slice(0, 2), branch="audit")
     deleted = before["id"][5].as_py()
     table.delete(f"id = {deleted}", branch="audit")
-    # The file is copied without the row, and without those that its vector had deleted.
+    # The file is copied without the row, and without rows that its deletion vector had deleted.
     ids = sorted(before["id"].to_pylist() + before["id"].to_pylist()[:2])
     ids.remove(deleted)
     assert sorted(table.scan().use_ref("audit").to_arrow()["id"].to_pylist()) == ids
-    # The main branch has equality deletes: PyIceberg appends to it, and says that it cannot read it.
+    # The main branch has equality deletes: PyIceberg appends to it, and reports that it cannot read it.
     table.append(before.slice(0, 1))
     with pytest.raises(ValueError, match="equality deletes"):
         table.scan().to_arrow()
@@ -583,7 +583,7 @@ def test_a_commit_that_always_comes_second_fails_and_leaves_no_file(lake: Lake) 
     table = lake.create(properties={"commit.retry.num-retries": "1", "commit.retry.min-wait-ms": "0"})
     table.append(rows(0, 3))
     slow = lake.load()
-    # The metadata file is the last to be written: another writer is quicker each time.
+    # The metadata file is written last: another writer is faster each time.
     quick = iter(range(10, 20))
 
     def act(n: int, name: str) -> None:
@@ -656,7 +656,7 @@ def test_writers_and_readers_at_once_lose_nothing(lake: Lake) -> None:
     assert lake.ids() == lake.outside_ids() == sorted(written)
     # One metadata file, manifest list, manifest and data file for each append, and the first metadata file.
     assert len(lake.files()) == 4 * (len(written) // 2) + 1
-    # Only those commits made KEKs that found none.
+    # Only commits that found no KEK made one.
     assert sum("properties" in entry for entry in lake.metadata()["encryption-keys"]) == 1
     lake.assert_no_plaintext()
 
@@ -680,7 +680,7 @@ def test_rotation_wraps_keks_again_and_changes_nothing_else(lake: Lake) -> None:
     assert {**old, "encrypted-key-metadata": ""} == {**new, "encrypted-key-metadata": ""}
     assert old_rest == new_rest
     assert after["properties"] == before["properties"] and after["snapshots"] == before["snapshots"]
-    # Without the old version of the master key all is read, and written.
+    # Without the old version of the master key, everything can be read and written.
     lake.keys["keyA"] = [new_version]
     lake.configure()
     lake.load().append(rows(5, 7))
@@ -755,7 +755,7 @@ def test_pyicebergs_own_transaction_writes_nothing(lake: Lake) -> None:
     with pytest.raises(NotEncryptedError, match="have no keys"):
         table._do_commit((AddSnapshotUpdate(snapshot=snapshot),), ())
     assert lake.files() == files
-    # What is no snapshot keeps the keys.
+    # Entries that are not snapshots keep the keys.
     with table.update_schema() as update:
         update.add_column("note", StringType())
     with table.transaction() as transaction:

@@ -46,7 +46,7 @@ def material(kms: FaultyKms) -> KeyMaterial:
 def test_key_material_of_a_column_is_not_the_footers(
     kms: FaultyKms, location: FileLocation, material: KeyMaterial
 ) -> None:
-    """Arrow refuses it; it must be refused before Arrow."""
+    """Arrow refuses it; we must refuse it first."""
     with pytest.raises(KeyMaterialError, match="isFooterKey"):
         retriever(kms, location).footer_dek(material.serialise(internal=True).encode())
 
@@ -76,7 +76,7 @@ def test_internal_key_material(kms: FaultyKms, location: FileLocation, material:
 
 
 def test_external_key_material_is_read_once(kms: FaultyKms, location: FileLocation, material: KeyMaterial) -> None:
-    """A rotation between two looks would mix old and new."""
+    """A rotation between two reads would mix old and new."""
     write_key_materials(location, {"columnKey0": material})
     found = retriever(kms, location)
     reference = KeyReference("columnKey0").serialise()
@@ -89,7 +89,7 @@ def test_external_key_material_is_read_once(kms: FaultyKms, location: FileLocati
 def test_key_material_that_could_not_be_read_stays_unread(
     kms: FaultyKms, location: FileLocation, material: KeyMaterial
 ) -> None:
-    """A key that could not be compared with the table must not be there a moment later."""
+    """A key that failed the comparison with the table must not be available a moment later."""
     found = retriever(kms, location)
     wanted = [(("a",), KeyReference("columnKey0").serialise())]
     (missing,) = found.column_deks(wanted)
@@ -143,7 +143,7 @@ def test_files_without_key_metadata(location: FileLocation) -> None:
 
 
 def test_key_metadata_goes_before_the_configuration(location: FileLocation) -> None:
-    """`keys_without_metadata` is for files that say nothing; it must not override one that does."""
+    """`keys_without_metadata` is for files without key metadata; it must not override a file that has it."""
     found = retriever(None, location, DataKeys(DATA_KEYS, "kf"))
     assert found.footer_dek(b"kc1") == DATA_KEYS["kc1"]
 

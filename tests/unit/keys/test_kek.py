@@ -21,7 +21,7 @@ def test_unwraps_what_it_wrapped(kek_length_bits: int, dek_length_bits: int) -> 
 
 
 def test_form_is_that_of_parquet_java() -> None:
-    """Nonce, ciphertext and tag without a length, the KEK id as AAD: another AAD opens nowhere else."""
+    """Nonce, ciphertext and tag without a length, the KEK id as AAD: with another AAD, it does not decrypt."""
     buffer = base64.b64decode(Kek(KEK_ID, SecretBytes(KEY)).wrap_dek(SecretBytes(b"d" * 16)))
     assert len(buffer) == 12 + 16 + 16
     assert AESGCM(KEY).decrypt(buffer[:12], buffer[12:], KEK_ID) == b"d" * 16
@@ -80,7 +80,7 @@ def test_text_that_is_no_wrapped_dek(wrapped_dek: str, words: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 15, 17, 33])
 def test_a_dek_of_a_length_that_aes_does_not_have(length: int) -> None:
-    """Authentic, and yet no key: ciphers would raise ValueError later."""
+    """Authentic, but not a key: ciphers would raise ValueError later."""
     wrapped = bytes(12) + AESGCM(KEY).encrypt(bytes(12), bytes(length), KEK_ID)
     with pytest.raises(KeyMaterialError, match=f"holds a key of {8 * length} bits"):
         Kek(KEK_ID, SecretBytes(KEY)).unwrap_dek(base64.b64encode(wrapped).decode())

@@ -16,7 +16,7 @@ LONG = 1000.0
 
 
 class Loader:
-    """Loads `key!` for each key, and remembers what it was asked for."""
+    """Loads `key!` for each key, and records the requests."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -56,7 +56,7 @@ def test_nothing_is_loaded_for_nothing(cache: KekCache[str, str], load: Loader) 
 
 
 def test_expires(cache: KekCache[str, str], load: Loader, clock: TurnedClock) -> None:
-    """Arrow's read cache never expires: a revoked master key goes on working."""
+    """Arrow's read cache never expires: a revoked master key would keep working."""
     cache.get_many(["a"], load, 600)
     clock.seconds += 599.9
     cache.get_many(["a"], load, 600)
@@ -67,7 +67,7 @@ def test_expires(cache: KekCache[str, str], load: Loader, clock: TurnedClock) ->
 
 
 def test_use_does_not_prolong_life(cache: KekCache[str, str], load: Loader, clock: TurnedClock) -> None:
-    """A cache that counts from the last use keeps a busy key for ever."""
+    """A cache that counts from the last use would keep a busy key forever."""
     for _ in range(10):
         cache.get_many(["a"], load, 600)
         clock.seconds += 100
@@ -105,7 +105,7 @@ class Kek:
 
 
 def test_what_has_expired_is_forgotten(clock: TurnedClock) -> None:
-    """Keys that nobody may use must not stay in memory, nor fill it."""
+    """Unusable keys must not stay in memory, nor fill it."""
     cache: KekCache[str, Kek] = KekCache(clock)
     in_memory: weakref.WeakSet[Kek] = weakref.WeakSet()
 
@@ -132,13 +132,13 @@ def test_clear(cache: KekCache[str, str], load: Loader) -> None:
 
 
 def test_clear_while_loading(cache: KekCache[str, str], load: Loader) -> None:
-    """A key whose access was withdrawn would outlive the call that forgets all keys."""
+    """A key whose access was withdrawn would otherwise outlive the call that clears the cache."""
 
     def cleared(keys: list[str]) -> list[str | KmsError]:
         cache.clear()
         return load(keys)
 
-    # Not for the first time only.
+    # Not only the first time.
     for count in (1, 2):
         assert cache.get_many(["a"], cleared, LONG) == ["a!"]
         assert load.calls == [["a"]] * count
@@ -160,7 +160,7 @@ def test_an_error_is_not_kept_and_does_not_touch_others(cache: KekCache[str, str
 def test_what_the_load_raises_is_raised_and_not_kept(
     cache: KekCache[str, str], load: Loader, error: BaseException
 ) -> None:
-    """Ctrl-C in a load would else leave a key that is loading for ever, and all who want it hang."""
+    """Otherwise, Ctrl-C in a load would leave a key loading forever, and all waiting threads would hang."""
 
     def raising(keys: list[str]) -> Sequence[str | KmsError]:
         raise error
@@ -214,7 +214,7 @@ class GatedLoader(Loader):
 
 
 def outcomes_of_32_threads(cache: KekCache[str, str], load: GatedLoader) -> list[object]:
-    """Let 32 threads miss the cache together; returns what each of them got."""
+    """Let 32 threads miss the cache together; returns the result of each."""
     arrived = threading.Semaphore(0)
 
     def ask(_: int) -> object:
@@ -270,7 +270,7 @@ def test_what_interrupts_one_thread_does_not_interrupt_those_who_wait(
 
 
 def test_crossing_sets_do_not_lock_each_other_out(cache: KekCache[str, str]) -> None:
-    """Threads that each load a part and wait for the parts of others, again and again."""
+    """Threads that each load a part and wait for the parts of others, repeatedly."""
     names = [f"key {number}" for number in range(6)]
 
     def ask(seed: int) -> None:
@@ -319,7 +319,7 @@ def in_child(work) -> int:
 
 
 def test_a_forked_child_starts_empty(cache: KekCache[str, str], load: Loader) -> None:
-    """Parent and child would else use one KEK, and its invocation count twice."""
+    """Otherwise, parent and child would use one KEK, and its invocation count twice."""
     cache.get_many(["a"], load, LONG)
 
     def child() -> bool:

@@ -21,7 +21,7 @@ SINGLE = KeyMaterial(False, "kc", "d2Rlaw==")
 
 
 def fields(**changes: object) -> dict[str, object]:
-    """Return valid internal key material with some fields changed, or left out where they are Ellipsis."""
+    """Return valid internal key material with some fields changed, or removed where they are Ellipsis."""
     valid = json.loads(FOOTER.serialise(internal=True)) | changes
     return {name: value for name, value in valid.items() if value is not ...}
 
@@ -82,7 +82,7 @@ def test_fields_are_exactly_those_of_parquet_java(
 
 
 def test_reads_what_parquet_java_wrote(parquet_test_data) -> None:
-    """parquet-java orders its fields in another way, and has no internalStorage in the external form."""
+    """parquet-java orders its fields differently, and has no internalStorage in the external form."""
     (file,) = parquet_test_data.glob("_KEY_MATERIAL_FOR_*.json")
     materials = {name: KeyMaterial.parse(text) for name, text in json.loads(file.read_text()).items()}
     assert {name: material.master_key_id for name, material in materials.items()} == {
@@ -102,13 +102,13 @@ def test_round_trip(material: KeyMaterial, internal: bool) -> None:
 
 
 def test_what_the_kms_unwraps() -> None:
-    """With double wrapping it is the KEK; sending the wrapped DEK would be refused by every KMS."""
+    """With double wrapping, it is the KEK; every KMS would refuse the wrapped DEK."""
     assert FOOTER.kms_wrapped_key == "d2tlaw==" and FOOTER.double_wrapping
     assert SINGLE.kms_wrapped_key == "d2Rlaw==" and not SINGLE.double_wrapping
 
 
 def test_fields_that_are_unknown_do_no_harm() -> None:
-    """A later writer may add fields; key material that other readers take must not be refused."""
+    """A later writer may add fields; key material that other readers accept must not be refused."""
     assert KeyMaterial.parse(json.dumps(fields(future="x"))) == FOOTER
 
 
@@ -207,7 +207,7 @@ def test_no_byte_is_white_space() -> None:
 
 @pytest.mark.parametrize("name", ["masterKeyID", "wrappedKEK", "internalStorage", "unknown"])
 def test_a_field_that_comes_twice(name: str) -> None:
-    """Parsers differ in which of the two they take: one checks a field, another uses its twin."""
+    """Parsers differ in which of the two they use: one checks a field, another uses its duplicate."""
     text = json.dumps(fields(unknown="x"))[:-1] + f', "{name}": "other"}}'
     with pytest.raises(KeyMaterialError, match="is repeated"):
         KeyMaterial.parse(text)

@@ -67,7 +67,7 @@ def test_each_distinct_wrapped_key_once(kms: FaultyKms, unwrapper: KeyUnwrapper)
 
 
 def test_one_operation_asks_once_even_without_a_cache(kms: FaultyKms, unwrapper: KeyUnwrapper) -> None:
-    """What was fetched for an operation stays with it: nothing asks again in the middle of a read."""
+    """An operation keeps the keys that it fetched: no KMS call happens in the middle of a read."""
     deks, materials = wrap(kms, "kc", "kf")
     keys = KmsKeys(unwrapper, 0)
     keys.fetch(materials)
@@ -89,7 +89,7 @@ def test_a_failure_concerns_its_own_keys(
     refused, good = KmsKeys(unwrapper, 600).deks(materials)
     assert good == deks[1]
     if failure == "wrong_key" and not double:
-        assert refused != deks[0]  # Only the modules can tell.
+        assert refused != deks[0]  # Only the modules can show it.
     else:
         assert isinstance(refused, KeytoolsError)
     if failure != "wrong_key":
@@ -119,7 +119,7 @@ def test_without_a_kms() -> None:
 
 
 class MasterKeysThatFail(InMemoryKms):
-    """A KMS that can be told what to answer when it is called for a description."""
+    """A KMS with a settable answer to describe calls."""
 
     described = 0
     failure: KmsError | None = None
@@ -156,7 +156,7 @@ def test_a_master_key_that_does_not_exist_is_a_refusal() -> None:
 
 
 def test_a_version_that_is_disabled_refuses_no_master_key() -> None:
-    """Anybody who may write key material can name an old version: that would hide columns from their readers."""
+    """A writer of key material can name an old version: that would hide columns from their readers."""
     kms = MasterKeysThatFail({"kc": b"0123456789012345"})
     (material,) = wrap(kms, "kc")[1]
     kms.add_version("kc")
@@ -164,7 +164,7 @@ def test_a_version_that_is_disabled_refuses_no_master_key() -> None:
     keys, error = error_of(kms, material)
     assert isinstance(error, MasterKeyDisabledError)
     assert not keys.unwrapper.refuses_key(material, error)
-    # Without an answer nothing is known, so nothing is hidden.
+    # Without an answer, nothing is known, so nothing is hidden.
     kms.disable("kc")
     assert keys.unwrapper.refuses_key(material, error)
     kms.failure = KmsUnavailableError(backend="test", operation="describe")

@@ -31,7 +31,7 @@ def wrapper(kms: FaultyKms, clock: TurnedClock) -> KeyWrapper:
 
 
 def deks(columns: int = 3) -> list[DekToWrap]:
-    """Return a footer's DEK and those of columns under another master key."""
+    """Return a footer's DEK and columns' DEKs under another master key."""
     return [DekToWrap(SecretBytes.random(128), "kf", True)] + [
         DekToWrap(SecretBytes.random(256), "kc", False) for _ in range(columns)
     ]
@@ -60,7 +60,7 @@ def test_one_round_to_the_kms(wrapper: KeyWrapper, kms: FaultyKms, wrapping: dic
 
 
 def test_keks_serve_many_files(wrapper: KeyWrapper, kms: FaultyKms) -> None:
-    """And DEKs do not: every file has its own."""
+    """But DEKs are not shared: every file has its own."""
     first = wrapper.wrap(deks(), **DOUBLE)
     second = wrapper.wrap(deks(), **DOUBLE)
     assert kms.call_counts["wrap"] == 2
@@ -69,7 +69,7 @@ def test_keks_serve_many_files(wrapper: KeyWrapper, kms: FaultyKms) -> None:
 
 
 def test_one_kek_for_each_master_key(wrapper: KeyWrapper) -> None:
-    """A KEK that served two master keys would give the holder of one the columns of the other."""
+    """A KEK under two master keys would give a user of one the columns of the other."""
     footer, *columns = wrapper.wrap(deks(), **DOUBLE)
     assert footer.kek_id not in {column.kek_id for column in columns}
     assert len({column.kek_id for column in columns}) == 1
@@ -77,7 +77,7 @@ def test_one_kek_for_each_master_key(wrapper: KeyWrapper) -> None:
 
 @pytest.mark.parametrize("length_bits", [128, 192, 256])
 def test_keks_have_the_length_asked_for(wrapper: KeyWrapper, kms: FaultyKms, length_bits: int) -> None:
-    """A KEK that is weaker than its DEKs makes them as weak; a cached one of another length must not be used."""
+    """A KEK weaker than its DEKs makes them as weak; a cached KEK of another length must not be used."""
     wrapper.wrap(deks(), **{**DOUBLE, "kek_length_bits": 384 - length_bits})
     (material, *_) = wrapper.wrap(deks(), **{**DOUBLE, "kek_length_bits": length_bits})
     assert unwrap_one(kms, material.wrapped_kek or "", "kf").length_bits == length_bits
@@ -128,7 +128,7 @@ def test_32_threads_wrap_one_kek(wrapper: KeyWrapper, kms: FaultyKms) -> None:
 def test_one_refusal_is_the_refusal_of_all(
     wrapper: KeyWrapper, kms: FaultyKms, wrapping: dict[str, Any], failure: str, kind: type[KmsError]
 ) -> None:
-    """A file with a key that nobody can unwrap would be lost."""
+    """A file with a key that cannot be unwrapped would be lost."""
     kms.fail(failure, "kc")
     with pytest.raises(kind) as caught:
         wrapper.wrap(deks(), **wrapping)

@@ -66,7 +66,7 @@ def test_round_trip(location: FileLocation) -> None:
 
 
 def test_form_is_references_to_strings_of_json(location: FileLocation) -> None:
-    """Not nested objects, and without internalStorage: parquet-java reads nothing else."""
+    """No nested objects, and no internalStorage: parquet-java reads nothing else."""
     content = json.loads(serialise_key_materials(MATERIALS))
     assert list(content) == ["footerKey", "columnKey0"]
     assert all(isinstance(text, str) for text in content.values())
@@ -123,7 +123,7 @@ def test_too_long(location: FileLocation, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_failed_write_leaves_the_old(location: FileLocation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Key material that is half written makes the Parquet file unreadable for ever."""
+    """Partial key material makes the Parquet file permanently unreadable."""
     write_key_materials(location, MATERIALS)
 
     def full(*_: object) -> None:
@@ -153,7 +153,7 @@ def test_white_space_of_json_is_none_of_ours() -> None:
 
 @pytest.mark.parametrize("nested", ["[],", "{},", "0,", '"",', "["])
 def test_what_nobody_authenticated_is_not_built(nested: str) -> None:
-    """Whoever can write to the storage has a reader parse it before anything else."""
+    """A reader parses it before anything else, and anyone who can write to the storage can replace it."""
     content = b'{"a": [' + (nested * (4_000_000 // len(nested))).encode()
     tracemalloc.start()
     try:
@@ -177,7 +177,7 @@ def _mode(path: str) -> int:
 
 
 def test_permissions_are_those_of_the_parquet_file_or_of_what_was_there(location: FileLocation) -> None:
-    """Key material that more may read than before, or that its readers may not read any more."""
+    """Otherwise, more users could read the key material than before, or its readers no longer could."""
     Path(location.path).touch()
     Path(location.path).chmod(0o640)
     write_key_materials(location, MATERIALS, like=location)
@@ -189,7 +189,7 @@ def test_permissions_are_those_of_the_parquet_file_or_of_what_was_there(location
 
 
 def test_another_folder_of_the_same_name_is_left_alone(location: FileLocation, tmp_path: Path) -> None:
-    """Somebody exchanged the folder while its files were rotated."""
+    """Another user replaced the folder while its files were rotated."""
     there, elsewhere = identity_of_folder(str(tmp_path)), identity_of_folder("/")
     write_key_materials(location, MATERIALS, folder=there)
     with pytest.raises(OutputError, match="folder"):

@@ -1,4 +1,4 @@
-"""What exceptions of the AWS SDK mean: by codes that are listed, and never by a text that may quote a request."""
+"""What exceptions of the AWS SDK mean: by listed codes, and never by a text that may quote a request."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_where_no_code_is_known_the_status_decides(
 
 
 def test_a_role_that_may_not_be_assumed_is_no_denied_key() -> None:
-    """Readers that hide denied columns would return less than there is."""
+    """Otherwise, readers that hide denied columns would return less data than there is."""
     denied = found(answer("AccessDenied", 403, operation="AssumeRole"))
     assert type(denied) is KmsConfigurationError
     assert denied.detail == "the role may not be assumed (AccessDenied of sts:AssumeRole)"

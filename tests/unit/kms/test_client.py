@@ -1,4 +1,4 @@
-"""The guarded door of KmsClient: what goes in, what comes back, and what must not leave."""
+"""KmsClient as the guard of its backend: arguments, results, and what must not leak."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ SECRET = "s.token and canary-key-bytes in a response body"
 
 
 class SdkError(Exception):
-    """As SDKs raise them: with the response in its text, its arguments and its attributes."""
+    """As SDKs raise them: with the response in text, arguments and attributes."""
 
     def __init__(self) -> None:
         super().__init__(SECRET)
@@ -43,7 +43,7 @@ class SdkError(Exception):
 
 
 class FakeKms(SingleKeyKmsClient):
-    """Answers as it is told to; `behave` gets the name of the hook and its arguments."""
+    """Answers as a test chooses; `behave` gets the name of the hook and its arguments."""
 
     backend = "fake"
 
@@ -66,7 +66,7 @@ class FakeKms(SingleKeyKmsClient):
 
 
 class FakeBatchKms(FakeKms):
-    """The same with a call for many."""
+    """The same with a call for many keys."""
 
     def _wrap_many(self, requests):
         return self.behave("wrap_many", requests)
@@ -119,13 +119,13 @@ def ours_twice(*_: object) -> None:
 
 
 def all_texts(error: BaseException) -> str:
-    """Everything that a program may print, log or send of an error."""
+    """All that a program may print, log or send of an error."""
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     logger = logging.Logger("test")
     logger.addHandler(handler)
     logger.error("failed", exc_info=error)
-    # Debuggers and error trackers print local variables; those of the tests themselves are not meant.
+    # Debuggers and error trackers print local variables; the tests' own variables do not count.
     frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), capture_locals=True)
     locals_of_ours = [frame.locals for frame in frames if "parquet_keytools" in frame.filename]
     return "\n".join(
@@ -205,7 +205,7 @@ def test_what_is_no_error_passes() -> None:
 
 
 def test_an_outcome_keeps_no_frames() -> None:
-    """Frames of the backend hold keys, for as long as somebody keeps the outcome."""
+    """The backend's frames hold keys, for as long as a caller keeps the outcome."""
     kms = FakeKms(ours_in_its_context)
     (outcome,) = kms.unwrap_many([UnwrapRequest("wrapped", "m")])
     assert isinstance(outcome, KmsThrottledError)

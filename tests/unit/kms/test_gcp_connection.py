@@ -1,4 +1,4 @@
-"""The connection to Cloud KMS: whose credentials it takes, what it sends, and how long it may take."""
+"""The connection to Cloud KMS: its credentials, its requests, and its time limits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_hosts_are_endpoints(endpoint: str) -> None:
     ],
 )
 def test_nothing_secret_goes_out_without_tls(fields: dict[str, Any], mistake: str) -> None:
-    """Nor to a place, or as somebody, that nobody meant."""
+    """Nor to an unintended address, or as an unintended identity."""
     if not mistake:
         assert GcpSettings.model_validate(fields)
         return
@@ -95,11 +95,11 @@ def test_nothing_secret_goes_out_without_tls(fields: dict[str, Any], mistake: st
         GcpSettings.model_validate(fields)
 
 
-# --- whose credentials ---
+# --- choice of credentials ---
 
 
 class Made:
-    """What takes the place of a maker of credentials, and tells what it was asked for."""
+    """Replaces a credentials factory, and records its arguments."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, Any]] = []
@@ -168,7 +168,7 @@ def test_else_they_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_who_acts_as_another_one_is_asked_as_oneself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token signed here is no good for the service that gives the other one's."""
+    """A self-signed token is of no use for the service that issues the other identity's tokens."""
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(google.auth, "default", lambda **_: (OfTheMachine(), None))
     monkeypatch.setattr(impersonated_credentials, "Credentials", lambda **given: made.append(given) or "other")
@@ -195,7 +195,7 @@ def test_who_we_are_is_an_email_or_not_known(email: Any, shown: str | None) -> N
 
 
 class Renewed:
-    """Credentials that ask for each token, with a timeout of the library's own."""
+    """Credentials that request each token, with a timeout of the library's own."""
 
     def __init__(self, timeout: float | None = 60) -> None:
         self.token: str | None = None
@@ -282,7 +282,7 @@ def test_a_refused_token_is_dropped_and_not_with_each_call(clock: TurnedClock) -
     first = tokens.headers("https://kms.example/", 5)
     assert tokens.refused(first, 5) and credentials.token is None
     second = tokens.headers("https://kms.example/", 5)
-    # Of another thread, which had the former one: the one since then may be good.
+    # From another thread, which had the former token: the token since then may be valid.
     assert tokens.refused(first, 5) and credentials.token == "2"
     clock.seconds += 29.9
     assert not tokens.refused(second, 5) and credentials.token == "2"
@@ -316,7 +316,7 @@ class Client:
 
 
 def test_a_call_is_sent_once_within_its_time(clock: TurnedClock) -> None:
-    """The retries and timeouts of the library would come on top of ours."""
+    """Otherwise, the library's retries and timeouts would be added to ours."""
     client, credentials = Client("answer", clock=clock), Renewed()
     connection = GcpConnection(client, TokenSource(credentials, lambda **_: "one"))
     assert connection.call("encrypt", "request", 7) == "answer"
@@ -412,7 +412,7 @@ def test_what_no_other_token_mends_is_not_sent_again(clock: TurnedClock, error: 
 
 @pytest.mark.parametrize("insecure", [False, True])
 def test_a_channel_has_tls_unless_it_stays_here(monkeypatch: pytest.MonkeyPatch, insecure: bool) -> None:
-    """And without TLS, no proxy of the environment gets the keys."""
+    """And without TLS, no proxy from the environment gets the keys."""
     made: list[tuple[str, tuple[Any, ...]]] = []
     real = {name: getattr(grpc, name) for name in ("secure_channel", "insecure_channel")}
 

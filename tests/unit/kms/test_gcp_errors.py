@@ -1,4 +1,4 @@
-"""What Google's exceptions mean: by their status and reasons, and never by a text that may quote a request."""
+"""What Google's exceptions mean: by status and reasons, and never by a text that may quote a request."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_what_is_not_from_there_has_no_meaning() -> None:
          "the connection was closed, UNAVAILABLE"),
         (google.ServiceUnavailable("anything"), KmsUnavailableError, "UNAVAILABLE"),
         (google.ServiceUnavailable(None), KmsUnavailableError, "UNAVAILABLE"),
-        # The texts of other statuses say nothing of the network, or of a request that was damaged.
+        # The texts of other statuses are not about the network, or a request that was damaged.
         (google.PermissionDenied("it timed out"), KmsAccessDeniedError, "PERMISSION_DENIED"),
         (google.PermissionDenied("The checksum is wrong"), KmsAccessDeniedError, "PERMISSION_DENIED"),
         (google.InvalidArgument("The Checksum in field x did not match"), KmsResponseInvalidError,
          "INVALID_ARGUMENT"),
         (google.InvalidArgument("Decryption failed"), WrappedKeyInvalidError, "INVALID_ARGUMENT"),
-        # Without a status of gRPC, as of a proxy.
+        # Without a gRPC status, as from a proxy.
         (google.GoogleAPICallError("what"), KmsUnavailableError, "UNKNOWN"),
     ],
 )  # fmt: skip
@@ -66,7 +66,7 @@ def test_an_argument_that_is_refused_is_no_wrapped_key_elsewhere() -> None:
 
 
 def test_reasons_are_codes_and_each_is_said_once() -> None:
-    """What stands in their place and is none may be a secret."""
+    """Any other text in their place may be a secret."""
     quota = error_details_pb2.QuotaFailure(violations=[error_details_pb2.QuotaFailure.Violation(subject="A_B")])
     details = [quota, precondition("KEY_DISABLED", "s.CANARY of a text"), precondition("KEY_DISABLED", "A_REASON")]
     error = google.PermissionDenied("no", details=details, error_info=None)

@@ -48,7 +48,7 @@ def test_unwraps_what_parquet_java_wrapped(
 
     kek = unwrap_one(InMemoryKms({master_key_id: master_key}), wrapped_kek, master_key_id)
     data = base64.b64decode(wrapped_dek)
-    # That it is the right KEK shows in what parquet-java wrapped with it.
+    # Unwrapping parquet-java's key with it shows that it is the right KEK.
     dek = AESGCM(kek.reveal()).decrypt(data[:12], data[12:], base64.b64decode(kek_id))
     assert len(dek) == 16
 
@@ -104,7 +104,7 @@ def test_versions_of_the_configuration_are_oldest_first() -> None:
     "keys",
     [
         {"a": "canary"},
-        {"a": ["canarycanarycanarycana=="]},  # 16 bytes, but not how encode would spell them
+        {"a": ["canarycanarycanarycana=="]},  # 16 bytes, but not in canonical base64
         {"a": "Y2FuYXJ5"},
         {"a": "canary\n"},
         {"a": []},

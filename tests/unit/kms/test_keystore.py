@@ -1,4 +1,4 @@
-"""The keystore: its file, its cryptography, many processes at it, and its client."""
+"""The keystore: its file, its cryptography, many processes that use it, and its client."""
 
 import base64
 import fcntl
@@ -88,7 +88,7 @@ _derived: dict[tuple[bytes, str], PassphraseKeys] = {}
 
 @pytest.fixture(autouse=True)
 def scrypt_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The n of each run of scrypt; a run that was made before is not made again, to save time."""
+    """The n of each scrypt run; repeated runs are cached, to save time."""
     runs: list[int] = []
 
     def derive(passphrase: SecretBytes, scrypt: Any) -> PassphraseKeys:
@@ -108,7 +108,7 @@ def kms(path: Path) -> KeystoreKms:
 
 
 def shape(keystore: Keystore) -> dict[str, list[tuple[int, bool]]]:
-    """Master keys, their versions, and whether these may be used; each key is unwrapped on the way."""
+    """Master keys, their versions, and whether these are enabled; each key is also unwrapped."""
     opened = keystore.open()
     return {
         name: [
@@ -124,7 +124,7 @@ def shape(keystore: Keystore) -> dict[str, list[tuple[int, bool]]]:
 
 
 def test_the_format_is_as_documented(path: Path) -> None:
-    """Opened here with nothing but the documentation and primitives."""
+    """Opened here with only the documentation and primitives."""
     from cryptography.hazmat.primitives import hashes, hmac
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
@@ -256,7 +256,7 @@ def test_writing_where_one_may_not(tmp_path: Path) -> None:
         create(tmp_path / "no" / "such" / "folder")
 
 
-# --- what an attacker does to the file ---
+# --- attacks on the file ---
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -277,7 +277,7 @@ def swap(document: dict[str, Any], one: tuple[str, int], two: tuple[str, int]) -
 
 
 def put(*place: Any) -> Callable[[dict[str, Any]], None]:
-    """Set a value at a place of the document: the last argument at the path of those before."""
+    """Set a value in the document: the last argument, at the path before it."""
     *names, last, value = place
 
     def change(document: dict[str, Any]) -> None:
@@ -363,7 +363,7 @@ def test_tampering_is_found_by_a_client_that_runs(path: Path, name: str) -> None
 
 
 def test_every_single_byte_counts(path: Path) -> None:
-    """A flipped bit is found, wherever it is not white space between tokens."""
+    """A flipped bit is detected, unless it is in white space between tokens."""
     good = path.read_bytes()
     expected = shape(Keystore(path, right))
     keystore = Keystore(path, right)
@@ -491,7 +491,7 @@ def test_what_cannot_be_changed(path: Path) -> None:
 
 
 def test_a_master_key_in_the_place_of_another_one(path: Path) -> None:
-    """Whoever has the passphrase can put it there by mistake: the document is authentic."""
+    """Anyone with the passphrase can put it there by mistake: the document is authentic."""
     opened = Keystore(path, right).open()
     of_b = opened.master_keys["b"]
     sealed = KeystoreDocument.sealed({"a": of_b, "b": of_b}, opened.document.scrypt, opened.keys)
@@ -524,7 +524,7 @@ CALLS = ("open", "fdopen", "fchown", "fsync", "replace", "unlink", "close")
 
 
 class Sabotage:
-    """Stops the calls into the operating system of one update before the one whose turn it is."""
+    """Stops an update before one of its system calls, each call in turn."""
 
     def __init__(self, turn: int, stop: Callable[[], object]) -> None:
         self.turn = turn
@@ -545,7 +545,7 @@ class Sabotage:
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            if name != "close":  # which closes even where it fails
+            if name != "close":  # it closes even when it fails
                 self.event()
             result = real(*arguments, **named)
             if name == "close":
@@ -590,7 +590,7 @@ UPDATES: dict[str, Callable[[Path], object]] = {
 
 
 def state(path: Path) -> object:
-    """All that an update may change; raises if a keystore there cannot be opened."""
+    """The contents that an update may change; raises if a keystore there cannot be opened."""
     created = path.with_name("created.json")
     if created.exists():
         shape(Keystore(created, right))
@@ -677,7 +677,7 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_state(path: Path, tmp_pat
 
 
 def test_content_is_on_disk_before_its_name_and_the_name_before_it_is_done(path: Path) -> None:
-    """What a loss of power needs, in the order of the calls."""
+    """The calls that protect against a power failure, in order."""
     done: list[str] = []
     lengths: list[int] = []
     real_fsync, real_replace = os.fsync, os.replace
@@ -697,7 +697,7 @@ def test_content_is_on_disk_before_its_name_and_the_name_before_it_is_done(path:
         patch.setattr(os, "replace", replace)
         Keystore(path, right).rotate_key("a")
     assert done == ["content", "name", "folder"]
-    # All of it, and not what was in no buffer.
+    # All of it, with nothing left in a buffer.
     assert lengths[0] == path.stat().st_size
 
 
@@ -723,7 +723,7 @@ def read_only(path: str, **_: object) -> None:
 
 
 def test_who_changes_a_keystore_leaves_it_to_its_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as root, who rotates the keys of a service."""
+    """For example root, who rotates the keys of a service."""
     if os.geteuid() == 0:
         os.chown(path, 12_345, 12_346)
     given: list[tuple[int, int]] = []
@@ -751,7 +751,7 @@ def change_a_lot(path: str, number: int) -> None:
 
 
 def test_four_processes_lose_nothing(path: Path) -> None:
-    # With all that is imported, and the keys that were made of the passphrase.
+    # With all imports done, and the keys that were derived from the passphrase.
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=change_a_lot, args=(str(path), number)) for number in range(4)]
     for process in processes:
@@ -796,13 +796,13 @@ def test_a_lock_that_stays_is_an_error_and_not_a_hang(path: Path, monkeypatch: p
 def test_what_would_be_too_long_to_be_read_is_not_written(
     path: Path, monkeypatch: pytest.MonkeyPatch, update: str
 ) -> None:
-    """Else all master keys in it would be lost."""
+    """Otherwise, all master keys in it would be lost."""
     keystore, before = Keystore(path, right), path.read_bytes()
     monkeypatch.setattr(keystore_file, "MAX_FILE_LENGTH", len(before))
     with pytest.raises(KmsConfigurationError, match="could not be read"):
         getattr(keystore, update)("c" if update == "create_key" else "a")
     assert path.read_bytes() == before and shape(keystore)
-    # What is as long as may be is written.
+    # A name of the maximum length is written.
     keystore.set_enabled("a", True)
     assert shape(Keystore(path, right))
 
@@ -965,7 +965,7 @@ def test_text_that_has_no_bytes_is_not_shown() -> None:
 
 
 def test_no_error_shows_a_secret(path: Path, kms: KeystoreKms) -> None:
-    """Neither the passphrase, nor master keys, nor what is made of the passphrase."""
+    """Neither the passphrase, nor master keys, nor keys derived from the passphrase."""
     opened = Keystore(path, right).open()
     secrets = [PASSPHRASE.encode(), opened.keys.wrap.reveal(), opened.keys.mac.reveal()]
     secrets += [opened.key("a", version).reveal() for version in opened.master_keys["a"].versions]
@@ -1003,7 +1003,7 @@ def test_two_wraps_share_no_nonce() -> None:
     assert len(texts) == 1000
 
 
-# --- what errors and descriptions say ---
+# --- texts of errors and descriptions ---
 
 CLIENT_CALLS: list[tuple[str, Callable[[KeystoreKms, str], object]]] = [
     ("wrap", lambda kms, name: wrap_one(kms, KEY, name)),

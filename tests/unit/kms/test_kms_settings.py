@@ -1,4 +1,4 @@
-"""What settings of all backends share: bytes that bind wrapped keys, limits of several processes, and secrets."""
+"""Settings that all backends share: bytes that bind wrapped keys, limits of several processes, and secrets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from parquet_keytools.secret_bytes import SecretBytes
     ],
 )
 def test_a_context_has_one_spelling(context: Any, expected: bytes) -> None:
-    """A KMS that got other bytes when it wrapped a key does not unwrap it: these are for as long as files are."""
+    """A KMS that wrapped a key with other bytes does not unwrap it: they must not change while files exist."""
     assert bytes_of_context(context) == expected
 
 

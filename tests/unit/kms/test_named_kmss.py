@@ -1,4 +1,4 @@
-"""One client for several KMSs: where requests go, what errors say, and a KMS that does not answer."""
+"""One client for several KMSs: routing of requests, texts of errors, and a KMS that does not answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KEY = SecretBytes(bytes(range(16)))
 
 
 class Switched(InMemoryKms):
-    """Can be switched off; counts how often it was called."""
+    """Can be switched off; counts its calls."""
 
     is_off = False
     asked = 0
@@ -137,7 +137,7 @@ def test_a_kms_that_does_not_answer_is_left_alone_for_a_while(
 
 
 class Waiting(InMemoryKms):
-    """Answers nothing until its time is over."""
+    """Does not answer until its time is over."""
 
     def __init__(self) -> None:
         super().__init__({"a": None})

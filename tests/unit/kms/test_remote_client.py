@@ -1,4 +1,4 @@
-"""What every KMS across a network does when it is slow, throttled, broken, down or back again."""
+"""The behaviour of every remote KMS when it is slow, throttled, broken, down or back again."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def client(clock: VirtualTime, on_try: Callable[..., object], **limits: Any) -> 
     return FakeRemoteKms(on_try, clock.source(), **limits)
 
 
-# --- tries ---
+# --- attempts ---
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_each_class_has_its_number_of_tries(clock: VirtualTime, kind: type[KmsEr
 
 def test_a_class_of_a_backend_counts_as_its_parent(clock: VirtualTime) -> None:
     class QuotaError(KmsThrottledError):
-        """One of a backend."""
+        """An error of a backend."""
 
     script = Script(QuotaError, QuotaError)
     wrap_one(client(clock, script), KEY, "k")
@@ -184,7 +184,7 @@ def test_all_tries_end_in_time(clock: VirtualTime, kind: type[KmsError]) -> None
 
 
 def test_pauses_double_with_full_jitter(clock: VirtualTime) -> None:
-    """Without jitter all clients of a KMS that was down come back at the same time."""
+    """Without jitter, all clients of a KMS that was down come back at the same time."""
     longest: dict[int, float] = Counter()
     shortest: dict[int, float] = {}
     for seed in range(300):
@@ -291,7 +291,7 @@ def test_never_more_calls_at_a_time_than_allowed() -> None:
 
 @pytest.mark.parametrize("kind", [KmsThrottledError, KmsUnavailableError])
 def test_each_call_waits_for_a_kms_that_is_down(clock: VirtualTime, kind: type[KmsError]) -> None:
-    """docs/operations.md: nothing remembers that the KMS is down, so the first call after it is back succeeds."""
+    """docs/operations.md: no state records that the KMS is down, so the first call after it is back succeeds."""
     kms = client(clock, Script(then=kind), timeout_seconds=10, max_tries=1000)
     for _ in range(3):
         start = clock()
@@ -505,7 +505,7 @@ def test_a_single_failure_does_not_end_a_task() -> None:
 
 
 def test_an_interruption_ends_calls_that_pause() -> None:
-    """Python waits for its threads before it ends, and a thread that pauses for a minute would hold it up."""
+    """Python waits for its threads before it ends, and a thread that pauses for a minute would delay it."""
     program = """
 import os, time
 from fake_remote_kms import FakeRemoteKms, QuotaKms
@@ -559,7 +559,7 @@ def test_close_does_not_disturb_others() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_fork_in_the_middle() -> None:
-    """A child has neither the parent's threads nor its slots, and uses the client all the same."""
+    """A child has neither the parent's threads nor its slots, and can still use the client."""
     go_on, begun = threading.Event(), threading.Semaphore(0)
     kms = FakeRemoteKms(lambda *_: (begun.release(), go_on.wait(60)), max_concurrent_calls=2)
     requests = [WrapRequest(KEY, "k") for _ in range(10)]

@@ -1,4 +1,4 @@
-"""Requests to a KMS, and what is checked of its answers."""
+"""Requests to a KMS, and the checks of its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_an_error_has_the_facts_of_its_call() -> None:
     assert (error.backend, error.operation, error.master_key_id) == ("acme", "unwrap", "kc")
     assert error.retry_after_seconds == 2.5 and error.hint == "Wait." and "slow down" in str(error)
     assert Meaning(KmsThrottledError).error().retry_after_seconds == 0.0
-    # What it knows itself stays: another master key, or that no master key is concerned.
+    # Facts that the error already has stay: another master key, or that no master key is concerned.
     other = KmsThrottledError(master_key_id="kf").about("acme", "rewrap", "kc")
     assert (other.operation, other.master_key_id) == ("rewrap", "kf")
     connecting = KmsThrottledError(operation="connect").about("acme", "wrap", "kc")

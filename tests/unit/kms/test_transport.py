@@ -1,4 +1,4 @@
-"""What backends share on the way to a server."""
+"""Code for server connections that backends share."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_date_is_no_number_of_seconds() -> None:
 
 
 class WrapperError(Exception):
-    """Keeps what led to it as SDKs do."""
+    """Keeps its cause as SDKs do."""
 
     def __init__(self, **kwargs: object) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class WrapperError(Exception):
     ],
 )
 def test_why_a_server_is_not_reached(cause: Exception, reason: str) -> None:
-    """Wherever the exception lies in that of an SDK, also where these lead to each other."""
+    """At any depth in an SDK's exception, also where exceptions refer to each other."""
     chained, circular = RuntimeError(), RuntimeError()
     chained.__cause__ = cause
     circular.__context__, circular.args = circular, (circular, cause)
@@ -112,11 +112,11 @@ def test_why_a_server_is_not_reached(cause: Exception, reason: str) -> None:
 
 @pytest.fixture
 def passed() -> Iterator[list[str]]:
-    """What the loggers of an SDK let through."""
+    """The messages that an SDK's loggers pass on."""
     found: list[str] = []
     handler = logging.Handler(logging.DEBUG)
     handler.emit = lambda record: found.append(f"{record.getMessage()} {record.exc_info}")  # type: ignore[method-assign]
-    # The parts of an SDK, and others that are none of it.
+    # The parts of an SDK, and unrelated packages.
     names = ("sdk_of_test", "sdk_of_test.part", "sdk_of_test_other")
     for name in names:
         logging.getLogger(name)

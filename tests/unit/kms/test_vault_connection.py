@@ -1,4 +1,4 @@
-"""One request to Vault: what is sent and where to, how long it may take, and what counts as an answer."""
+"""One request to Vault: its content and address, its time limit, and which answers are valid."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def settings(**fields: Any) -> VaultSettings:
 
 
 def test_nothing_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy gets to know who is asked, a bundle whom to trust, and a password would be sent along."""
+    """A proxy would learn the host, a bundle changes trust, and a password would be sent along."""
     netrc = tmp_path / "netrc"
     netrc.write_text("default login me password CANARY\n")
     netrc.chmod(0o600)
@@ -148,7 +148,7 @@ def test_an_answer_that_drips_is_given_up() -> None:
     ],
 )
 def test_an_answer_that_breaks_off_is_a_failed_connection(error: Exception, kind: type[Exception]) -> None:
-    """And nothing of it comes into an exception."""
+    """And no part of it gets into an exception."""
     answer = Answer(200, {"data": {}})
 
     def fail() -> None:
@@ -206,7 +206,7 @@ def test_mounts_that_may_be(mount: str) -> None:
     "mount", ["", "/a", "a/", "a//b", "..", "a/../sys", "a..b", "a b", "a?b", "a#b", "a%2fb", "a\n"]
 )
 def test_no_mount_leads_elsewhere(mount: str) -> None:
-    """It becomes part of a path, and the server would be asked for something else."""
+    """It becomes part of a path, and the request would be a different one."""
     ways: list[dict[str, Any]] = [
         {"mount_point": mount, "token": "t"},
         {"approle": {"role_id": "r", "mount": mount}},
@@ -322,7 +322,7 @@ def test_who_may_read_the_keys_on_their_way(url: str, allow_http: bool, proxy: s
 
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The files of certificates that were looked at; each is taken for one."""
+    """Records which certificate files were checked; each counts as a file."""
     found: list[Any] = []
 
     def check(*files: str | None) -> None:
@@ -367,7 +367,7 @@ def test_a_file_of_certificates_that_is_not_there_is_no_reason_to_trust_others(
 
 @pytest.mark.parametrize("scheme", ["https", "http"])
 def test_nothing_is_sent_again_below_us(tmp_path: Path, scheme: str) -> None:
-    """Two policies of retries on top of each other multiply."""
+    """Two retry policies on top of each other multiply."""
     session = open_session(settings(max_concurrent_calls=7), tmp_path)
     adapter: Any = session.get_adapter(f"{scheme}://vault.example")
     assert adapter.max_retries.total == 0 and adapter._pool_maxsize == 7 and not adapter._pool_block
@@ -386,7 +386,7 @@ def test_nothing_is_sent_again_below_us(tmp_path: Path, scheme: str) -> None:
     ],
 )
 def test_whether_a_token_is_dead(answer: Answer, reason: Meaning | None) -> None:
-    """One that lives may list the mounts that it sees."""
+    """A valid token may list the mounts that it sees."""
     clock, server = TurnedClock(), Server(answer)
     vault = VaultServer(server, settings(), clock)
     assert vault.meaning_of_refusals(SecretStr("t"), clock.seconds + 7) is reason

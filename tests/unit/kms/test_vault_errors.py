@@ -60,7 +60,7 @@ def test_where_no_reason_is_known_the_status_decides(status: int, kind: type[Kms
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 429, 503])
 def test_a_refused_login_is_no_denied_key(status: int) -> None:
-    """Readers that hide denied columns would return less than there is."""
+    """Otherwise, readers that hide denied columns would return less data than there is."""
     meaning = found(status, login="approle")
     assert type(meaning) is {429: KmsThrottledError, 503: KmsUnavailableError}.get(status, KmsConfigurationError)
     assert (meaning.detail == "the login with approle was refused") == (status < 429)
@@ -96,8 +96,8 @@ def test_a_text_that_is_known_decides(status: int, text: str, kind: type[KmsErro
 def test_some_meanings_are_of_some_refusals() -> None:
     assert type(found(200, NOT_JSON)) is KmsResponseInvalidError
     assert "JSON" in found(200, NOT_JSON).detail and "JSON" in found(299, NOT_JSON).detail
-    # A proxy on the way says so with a page.
+    # A proxy on the way answers with a page.
     assert type(found(503, NOT_JSON)) is KmsUnavailableError
     assert found(300, NOT_JSON).detail == "status 300"
-    # It is the auth method that is not mounted.
+    # The auth method is not mounted.
     assert found(404, NO_MOUNT, login="approle").detail == "the login with approle was refused"

@@ -1,4 +1,4 @@
-"""The token of a process: when it is got, renewed, replaced and given back, by a clock that tests turn."""
+"""The token of a process: when it is obtained, renewed, replaced and revoked, by a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ RENEW, REVOKE = "/v1/auth/token/renew-self", "/v1/auth/token/revoke-self"
 
 
 class Body(io.BytesIO):
-    """As urllib3 gives it."""
+    """As urllib3 raises it."""
 
     def read1(self, size: int | None = -1, **_: object) -> bytes:
         return super().read1(size)
 
 
 class Answer:
-    """What `requests` returns, as far as it is looked at."""
+    """What `requests` returns, as far as it is used."""
 
     def __init__(self, status: int, content: object) -> None:
         self.status_code = status
@@ -52,7 +52,7 @@ class Answer:
 
 
 class Server(requests.Session):
-    """Numbers the tokens of its logins, and answers as told."""
+    """Numbers the tokens of its logins, and answers as a test chooses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_a_login_is_renewed_after_two_thirds_of_its_life(make: Callable[..., Mad
 def test_what_is_not_renewed_is_replaced_by_another_login(
     make: Callable[..., Made], change: dict[str, Any], renewals: int
 ) -> None:
-    """Near its maximal life a token is renewed for what is left of that."""
+    """Near its maximum life, a token is renewed for the time that is left."""
     session, server, clock = make()
     vars(server).update(change)
     session.token(FOREVER)
@@ -262,7 +262,7 @@ def test_a_token_that_is_good_is_not_replaced(make: Callable[..., Made]) -> None
     # Another thread did it meanwhile.
     server.taken()
     assert session.replace(held, FOREVER) is other and not server.taken()
-    # Whether it is good nobody says: another login, but not one after the other.
+    # It is unknown whether the token is valid: another login, but not one after the other.
     clock.seconds += 29
     assert session.replace(other, FOREVER) is None and server.logins == 2
     clock.seconds += 1
@@ -277,7 +277,7 @@ def test_a_server_that_is_away_says_nothing_of_a_token(make: Callable[..., Made]
     with pytest.raises(VaultRefusal):
         session.replace(held, FOREVER)
     assert server.logins == 1 and session.token(FOREVER) is held
-    # After a login that has happened, that costs no other one.
+    # A recent login counts: no further one is made.
     session, server, _ = make()
     server.refusals = {LOOKUP: 503}
     assert session.token(FOREVER).value.get_secret_value() == "t1" and server.logins == 1
@@ -315,7 +315,7 @@ def test_a_token_in_a_file_is_read_again(make: Callable[..., Made], tmp_path: Pa
 
 
 def test_a_token_of_others_is_renewed_for_what_is_left_of_its_life(make: Callable[..., Made]) -> None:
-    """There is no login that gives another one."""
+    """No login can replace it."""
     session, server, clock = make(token="given")
     session.token(FOREVER)
     server.renewed_for = 9
@@ -335,7 +335,7 @@ def test_a_new_token_in_the_file_may_look_itself_up_or_not(make: Callable[..., M
     server.renewable = False
     session.token(FOREVER)
     clock.seconds += 60
-    # The same one, which is good.
+    # The same token, which is valid.
     assert session.token(FOREVER).may_look_itself_up
     (tmp_path / "token").write_text("two")
     server.refusals = {LOOKUP: 403}

@@ -138,7 +138,7 @@ def test_what_the_next_file_would_meet_too_ends_a_run_over_one_after_the_other(
 def test_no_large_file_is_begun_after_an_error_that_ends_the_run(
     folder: FileLocation, error: OSError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Worker processes leave large files to the main process, also those that they were given before the error."""
+    """Worker processes leave large files to the main process, even files that they were given before the error."""
 
     class Workers:
         processes = 2

@@ -1,4 +1,4 @@
-"""Which keys a file has, where its key material is not what its footer says."""
+"""The keys of a file whose key material does not match its footer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_file_that_is_replaced_before_its_key_material_is_read(
 
 
 def test_a_footers_key_that_says_that_it_is_none(tmp_path: Path) -> None:
-    """No reader takes it, so it is not reported as rotated."""
+    """No reader accepts it, so it is not reported as rotated."""
     case = Case.make(tmp_path, "keystore", key_material="external")
     path = case.write()
     case.add_version()

@@ -1,4 +1,4 @@
-"""The data of a rotated file copied by the operating system, in each way in which it may refuse."""
+"""The data of a rotated file, copied by the operating system, and every way in which it may refuse."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_errors_of_the_disk_are_errors(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_file_that_became_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no damage: it gets another attempt, and is as another writer left it."""
+    """It is not damaged: it gets another attempt, and stays as another writer left it."""
     case = Case.make(tmp_path, "keystore")
     path = case.write()
     newer = TABLE.slice(0, 1)

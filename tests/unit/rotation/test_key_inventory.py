@@ -123,7 +123,7 @@ def test_a_refused_footer_key(tmp_path: Path, plaintext_footer: bool) -> None:
     assert isinstance(case.kms, InMemoryKms)
     case.kms.deny("kf")
     file = only(case.tools(), path)
-    # What a plaintext footer shows of columns is listed; that there is nothing else takes its signature.
+    # The columns that a plaintext footer shows are listed; only its signature proves that there are no others.
     assert type(file.unknown).__name__ == "KmsAccessDeniedError"
     assert file.depends_on("kf") and file.depends_on("new") is None
     assert file.depends_on("ka") is (True if plaintext_footer else None)
@@ -172,7 +172,7 @@ def test_files_of_all_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["_x.parquet", "_metadata", "_KEY_MATERIAL_FOR_z.parquet.json"])
 @pytest.mark.parametrize("start", [b"PARE", b"PAR1", b"what"])
 def test_what_no_data_set_has_may_need_keys(tmp_path: Path, name: str, start: bytes) -> None:
-    """Arrow reads such a file where it is named, also where its first bytes are wrong."""
+    """Arrow reads such a file if it is named, even if its first bytes are wrong."""
     case = Case.make(tmp_path, "keystore")
     content = case.write().read_bytes()
     (case.folder / name).write_bytes(start + content[4:])
@@ -187,7 +187,7 @@ def test_what_no_data_set_has_may_need_keys(tmp_path: Path, name: str, start: by
 
 
 def test_what_is_passed_over_in_a_store(tmp_path: Path) -> None:
-    """Of which nobody can tell by a look at this machine's disk."""
+    """A look at this machine's disk does not help."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     case, memory = Case.make(tmp_path, "keystore"), MemoryFileSystem()
@@ -197,7 +197,7 @@ def test_what_is_passed_over_in_a_store(tmp_path: Path) -> None:
         memory.pipe_file(f"{root}/{name}", data)
     found = [Path(file.path).name for file in case.tools().key_inventory(root, filesystem=memory)]
     assert sorted(found) == ["_x.parquet", "x.parquet"]
-    # Removed since it was listed: it is not a link to nowhere, as there are none.
+    # Removed since it was listed: it is not a dangling link, as there are none.
     gone = FileLocation.resolve(f"{root}/_x.parquet", memory)
     memory.rm(f"{root}/_x.parquet")
     assert why_unknown(LeftOut(gone, LeftOutReason.PASSED_OVER)) is None
@@ -221,7 +221,7 @@ def test_what_is_passed_over_and_is_no_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_where_nothing_can_be_looked_into(tmp_path: Path) -> None:
-    """It is not as good as one in which nothing needs a key."""
+    """It does not pass as a folder in which no file needs a key."""
     case = Case.make(tmp_path, "keystore")
     case.write().rename(case.folder / "_x.parquet")
     (case.folder / "y.parquet").symlink_to("nowhere")
@@ -232,7 +232,7 @@ def test_a_folder_where_nothing_can_be_looked_into(tmp_path: Path) -> None:
 
 
 def test_the_key_of_a_column_is_proven(tmp_path: Path) -> None:
-    """The KMS unwraps an entry of another file, and it opens nothing here: the column needs a key that is lost."""
+    """The KMS unwraps an entry of another file, which opens nothing here: the column needs a key that is lost."""
     case = Case.make(tmp_path, "keystore", key_material="external")
     path, other = case.write(), case.write("y.parquet")
     texts, others = (json.loads(key_material_file(file).read_text()) for file in (path, other))
@@ -252,7 +252,7 @@ def test_a_prefix_that_is_not_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of", ["a column", "a column that is not authentic", "the footer", "a schema"])
 def test_key_metadata_that_nobody_understands(tmp_path: Path, of: str) -> None:
-    """It does not end the inventory; the file needs a key that cannot be told."""
+    """It does not end the inventory; it is unknown which key the file needs."""
     case = Case.make(tmp_path, "in_memory")
     document: dict[str, Any] = {
         "version": 1,
@@ -279,7 +279,7 @@ def test_key_metadata_that_nobody_understands(tmp_path: Path, of: str) -> None:
     )
     data = encrypted(plain.getvalue(), encryption)
     if of == "a schema":
-        # Which columns there are does not show either, then.
+        # The list of columns is unknown then, too.
         start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
         footer, length = FileMetaData.read(data[start:])
         footer.schema = footer.schema[:-1]
@@ -294,7 +294,7 @@ def test_key_metadata_that_nobody_understands(tmp_path: Path, of: str) -> None:
 
 
 def test_without_a_kms(tmp_path: Path) -> None:
-    """What a KMS wrapped is shown, and nothing of it is proven."""
+    """A key that a KMS wrapped is listed, but not proven."""
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
     document: dict[str, Any] = {
@@ -333,7 +333,7 @@ def test_the_kms_is_asked_once(tmp_path: Path) -> None:
 
 
 class AliasingKms(InMemoryKms):
-    """Knows the master key `ka` as `alias` as well, as AWS does."""
+    """Also knows the master key `ka` as `alias`, as AWS does."""
 
     tells = True
 
@@ -344,7 +344,7 @@ class AliasingKms(InMemoryKms):
 
 
 def test_a_master_key_by_another_name(tmp_path: Path) -> None:
-    """Who renames a key to its alias does not make it look as if nothing needed it."""
+    """After a key is renamed to its alias, files must not seem to need no key."""
     key = b"0123456789abcdef"
     kms = AliasingKms(dict.fromkeys(MASTER_KEYS) | {"ka": key, "alias": key})
     case = Case(tmp_path, kms, None, {"column_keys": {"alias": ["a"], "kb": ["b"]}})
@@ -364,7 +364,7 @@ def test_a_master_key_by_another_name(tmp_path: Path) -> None:
 
 
 def test_moves_that_contradict_each_other_by_another_name(tmp_path: Path) -> None:
-    """Keys moved to `ka` would be moved on by a second run, to whoever may use the target of its alias."""
+    """A second run would move keys from `ka` to the target of its alias, which others may use."""
     key = b"0123456789abcdef"
     kms = AliasingKms(dict.fromkeys(MASTER_KEYS) | {"ka": key, "alias": key})
     case = Case(tmp_path, kms, None)

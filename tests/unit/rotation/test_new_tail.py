@@ -1,4 +1,4 @@
-"""Footers with other key metadata: what is in them otherwise stays, byte for byte."""
+"""Footers with other key metadata: everything else in them stays, byte for byte."""
 
 from __future__ import annotations
 

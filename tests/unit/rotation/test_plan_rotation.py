@@ -1,4 +1,4 @@
-"""What a caller asks a rotation for, and what is refused before any file is touched."""
+"""The arguments of a rotation, and what is refused before any file is touched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("kf", "ka", "kb", "new")
 
 
 class Kms(InMemoryKms):
-    """A KMS that tells which master keys it was to trust."""
+    """A KMS that records which master keys it was to trust."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(dict.fromkeys(names or NAMES))
@@ -64,7 +64,7 @@ def test_moves_of_the_configuration_are_made_unless_others_are_asked_for() -> No
 
 
 def test_moves_of_the_configuration_name_master_keys_of_the_kms() -> None:
-    """Reported with their place, and before anything is trusted."""
+    """Reported with their place, and before any key is trusted."""
     kms = Kms("kf", "kb", "new")
     with pytest.raises(ConfigurationError, match=r"rotation\.moves\.ka"):
         plan_of(kms, configured((), moves={"ka": "new"}))
@@ -103,7 +103,7 @@ OPENS, STAYS = RotationPlan(moves={"ka": "new"}), RotationPlan()
 def test_a_stored_prefix_is_believed_where_nobody_else_comes_to_read(
     tables: int, table: str | None, plan: Any, stored: bytes | None, given: str | None, is_asked: bool
 ) -> None:
-    """A file that was copied from another table would become readable to those of this one."""
+    """A file copied from another table would become readable to this table's readers."""
     asked: list[Any] = []
 
     def expected(*of: Any) -> bytes:
@@ -120,7 +120,7 @@ def test_a_stored_prefix_is_believed_where_nobody_else_comes_to_read(
 
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_the_master_key_to_move_to_is_described_once(tmp_path: Path, dry_run: bool) -> None:
-    """Looking up the master key to move to changes nothing."""
+    """Looking up the target master key changes nothing."""
     (tmp_path / "x.parquet").touch()
     tools = Keytools(configured(), kms=Kms())
     with pytest.warns(ConfigurationWarning):

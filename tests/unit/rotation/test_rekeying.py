@@ -1,4 +1,4 @@
-"""Files rekeyed in their place, while others write and rotate."""
+"""Files re-keyed in place, while others write and rotate."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_key_material_moves_inside_and_outside(tmp_path: Path) -> None:
 
 
 def test_a_rotation_meanwhile_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file changes while it is rekeyed: it is read again, and what was made of the old one is thrown away."""
+    """The file changes while it is re-keyed: it is read again, and the output from the old file is discarded."""
     case = Case.make(tmp_path, "keystore")
     path = case.write()
     original, turns = rekeying.check_rekeyed, []
@@ -75,7 +75,7 @@ def test_a_rotation_meanwhile_is_not_lost(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
     tmp_path: Path, moment: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read of two files fails in any way: that is no failure of either."""
+    """A mixture of two files fails in some way: neither file is reported as failed."""
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
     original, turns = getattr(rekeying.Rekeying, moment), []
@@ -100,7 +100,7 @@ def test_a_file_that_is_changed_all_the_time(tmp_path: Path, monkeypatch: pytest
     original = rekeying.check_rekeyed
 
     def check(*arguments: Any, **options: Any) -> None:
-        # By somebody who does not mind the lock.
+        # By a process that ignores the lock.
         path.write_bytes(path.read_bytes())
         original(*arguments, **options)
 
@@ -142,7 +142,7 @@ def test_rotations_and_rekeys_at_the_same_time(tmp_path: Path) -> None:
 def test_a_new_file_that_does_not_open_does_not_take_the_place(
     tmp_path: Path, offset: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page, or the footer: the error is one of the new file, and does not have anybody restore the old one."""
+    """A page, or the footer: the error is about the new file, and does not tell anyone to restore the old one."""
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
     before = path.read_bytes()
@@ -166,7 +166,7 @@ def test_a_new_file_that_does_not_open_does_not_take_the_place(
 def test_a_new_file_that_becomes_shorter_is_made_again(
     tmp_path: Path, rekeys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a store others may replace it: that is a file that changed meanwhile, not one that is damaged."""
+    """On a store, others may replace it: that file changed meanwhile, and is not damaged."""
     case = Case.make(tmp_path, "keystore")
     path = case.write()
     case.add_version()
@@ -190,7 +190,7 @@ def test_a_new_file_that_becomes_shorter_is_made_again(
 def test_a_new_file_that_lacks_rows_does_not_take_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the right keys, and authentic: it is the content that is compared."""
+    """With the right keys, and authentic: the content is compared."""
     case = Case.make(tmp_path, "in_memory")
     path = case.write()
     before = path.read_bytes()
@@ -242,7 +242,7 @@ def test_a_kek_that_leaked_is_not_taken_from_a_cache_of_others(tmp_path: Path) -
     tools = case.tools()
     path, other = case.write(tools=tools), case.folder / "other.parquet"
     new_tools = case.tools()
-    # Both have KEKs in their caches, which would wrap what is written next.
+    # Both have cached KEKs, which would wrap the keys of their next files.
     case.write(other.name, tools=new_tools)
     leaked = {material.kek_id for file in (path, other) for material in materials(tools, file)}
     assert tools.rekey_in_place(path, new_keytools=new_tools).succeeded

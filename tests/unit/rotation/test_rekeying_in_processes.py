@@ -1,4 +1,4 @@
-"""Folders of small files rekeyed in their place by several processes: as one does it, whatever happens."""
+"""Folders of small files re-keyed in place by several processes: as by one process, whatever fails."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_config(tmp_path: Path, key_material: str = "internal") -> Path:
         "unlisted_columns": "footer_key",
     }
     table["key_material"] = key_material
-    # YAML has JSON in it.
+    # JSON is valid YAML.
     path.write_text(json.dumps({"version": 1, "kms": {"type": "in_memory", "keys": keys}, "tables": {"t": table}}))
     return path
 
@@ -87,7 +87,7 @@ def facts(files: list[FileRotation], root: Path) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("key_material", ["internal", "external"] if SOAK else ["external"])
 @pytest.mark.usefixtures("warm_workers")
 def test_reports_are_the_same(tmp_path: Path, key_material: str) -> None:
-    """With a damaged file in the middle, a plaintext one, and a link that leads nowhere."""
+    """With a damaged file in the middle, a plaintext file, and a dangling link."""
     tools = Keytools.from_yaml(write_config(tmp_path, key_material))
     said = {}
     for processes in (1, 2):
@@ -99,7 +99,7 @@ def test_reports_are_the_same(tmp_path: Path, key_material: str) -> None:
         (root / "year=0" / "1.parquet").symlink_to("nowhere")
         pq.write_table(TABLE, root / "year=0" / "plain.parquet")
         before, seen, progress = tree_digest(root), list[FileRotation](), list[int]()
-        # What takes progress stays in this process.
+        # The progress callback stays in this process.
         on_progress = progress.append if processes == 1 else None
         with command_line_processes(processes):
             report = tools.rekey_in_place(root, on_file=seen.append, on_progress=on_progress)
@@ -119,14 +119,14 @@ def test_reports_are_the_same(tmp_path: Path, key_material: str) -> None:
     assert said[1][1][RotationOutcome.REKEYED] == FILES - 1
     assert sorted(said[1][0], key=str) == sorted(said[2][0], key=str)
     assert said[1][1:] == said[2][1:]
-    # What cannot be looked into comes when it is met, and files in their order.
+    # An unreadable entry is reported where the walk meets it, and files in order.
     ours, theirs = ([file for file in said[n][0] if file[0].name != "1.parquet"] for n in (2, 1))
     assert ours == theirs
 
 
 @pytest.mark.usefixtures("warm_workers")
 def test_large_files_stay_here(tools: Keytools, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are done one after the other, in this process, and nobody else."""
+    """These files are processed one after the other, only in this process."""
     large = folder / "year=0" / "0.parquet"
     names = [f"{number:0200}" for number in range(40_000)]
     tools.write_table(pa.table({"id": range(len(names)), "name": names}), large, compression="none")
@@ -177,7 +177,7 @@ def test_copies_become_files_of_their_own_without_a_warning(tools: Keytools, fol
 
 
 def wait_until_changed(folder: Path, before: dict[str, Any], part: str) -> None:
-    """Wait until each file of a part of the folder is another one."""
+    """Wait until each file of a part of the folder was replaced."""
     end = time.monotonic() + 200
     while any(
         hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
@@ -200,7 +200,7 @@ def start(config: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-# --- runs that are cut off ---
+# --- interrupted runs ---
 
 
 def is_running(process_id: int) -> bool:
@@ -261,14 +261,14 @@ def test_a_run_that_was_cut_off_is_repeated(tmp_path: Path, tools: Keytools, fol
     between = tree_digest(folder)
     assert tools.rekey_in_place(folder).counts == Counter({RotationOutcome.REKEYED: FILES})
     after = tree_digest(folder)
-    # Nothing is left of the run that was cut off.
+    # The interrupted run leaves nothing.
     assert before.keys() == after.keys()
     assert not any(after[name] in (before[name], between[name]) for name in after if name.endswith(".parquet"))
     assert tools.verify_folder(folder).conforms
 
 
 class ToldWorkers:
-    """Worker processes that say of a file what a test tells them to say; two files are done at a time."""
+    """Worker processes that report for each file what a test sets; they process two files at a time."""
 
     processes = 2
     answers: ClassVar[dict[str, Any]] = {}
@@ -294,7 +294,7 @@ class ToldWorkers:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What workers answer, by file."""
+    """The workers' answers, by file."""
     monkeypatch.setattr(data_set_run, "FileWorkers", ToldWorkers)
     monkeypatch.setattr(ToldWorkers, "answers", {})
     monkeypatch.setattr(ToldWorkers, "begun", [])
@@ -326,7 +326,7 @@ def done(location: FileLocation) -> FileRotation:
         (done, ENDED, WorkerProcessEndedError, [FIRST]),
         (failed(NO_KMS), failed(REFUSED), KmsUnavailableError, [FIRST, SECOND]),
         (failed(NO_KMS), ENDED, WorkerProcessEndedError, [FIRST]),
-        # What fails for the same reason is left for the next run.
+        # Files that fail for the same reason are left for the next run.
         (failed(NO_KMS), failed(NO_KMS), KmsUnavailableError, [FIRST]),
         (failed(NO_ROOM), failed(NO_KMS), StorageFailedError, [FIRST]),
     ],
@@ -340,7 +340,7 @@ def test_what_is_at_an_end_gets_no_other_file(
     stopped_by: type[Exception],
     said: list[str],
 ) -> None:
-    """Those that were begun at the same time are finished, and said; nothing happens to all others."""
+    """Files that were started at the same time are finished and reported; all others are untouched."""
     before = tree_digest(folder)
     told.update({FIRST: first, SECOND: second})
     report = tools.rekey_in_place(folder)
@@ -353,7 +353,7 @@ def test_what_is_at_an_end_gets_no_other_file(
 
 
 def test_what_fails_for_itself_ends_nothing(tools: Keytools, folder: Path, told: dict[str, Any]) -> None:
-    """A damaged file; one that is removed; one that others change all the time, until they are kept from it."""
+    """A damaged file; a removed one; and one that others change all the time, until they are locked out."""
 
     def removed(location: FileLocation) -> Any:
         Path(location.path).unlink()

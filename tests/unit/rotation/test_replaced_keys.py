@@ -1,4 +1,4 @@
-"""New keys that cannot be put in place, or not surely."""
+"""New keys that cannot be put in place, or not reliably."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrapped keys re-wrapped: how often the KMS is asked, and that a wrong answer is noticed."""
+"""Wrapped keys are re-wrapped: the number of KMS calls, and the detection of wrong answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEYS = {"a": b"0123456789012345", "b": b"5432109876543210"}
 
 
 class RewrappingKms(InMemoryKms):
-    """Rewraps by itself, as AWS and Vault do: no key is seen outside."""
+    """Re-wraps by itself, as AWS and Vault do: no key leaves it."""
 
     wrong = False
 
@@ -47,7 +47,7 @@ def tasks_of(kms: InMemoryKms | FaultyKms, count: int, *, is_kek: bool = True) -
 
 
 def moved(kms: KmsClient, other: KmsClient, tasks: list[RewrapTask]) -> tuple[NamedKmss, list[RewrapTask]]:
-    """Return the two KMSs as one, and tasks that move keys from one to the other."""
+    """Return the two KMSs as one, and tasks that move keys between them."""
     both = NamedKmss({"one": kms, "other": other})
     tasks = [replace(task, old=replace(task.old, master_key_id="one::a")) for task in tasks]
     return both, [replace(task, new_master_key_id="other::a") for task in tasks]
@@ -105,7 +105,7 @@ def test_another_key_on_the_way_to_another_kms_is_noticed(new_keks: bool) -> Non
 
 
 def test_a_new_kek_that_does_not_lead_to_the_same_dek(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody could read the column again."""
+    """Otherwise, the column would be unreadable."""
     case = Case.make(tmp_path, "keystore")
     path = case.write()
     before = path.read_bytes()
@@ -132,7 +132,7 @@ def refuse(kms: InMemoryKms, requests_of: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("is_kek", [True, False])
 @pytest.mark.parametrize("refused", ["_wrap_many", "_unwrap_many"])
 def test_a_new_kms_that_refuses(refused: str, is_kek: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error is that of each key, and none is re-wrapped."""
+    """Its error is the error of each key, and none is re-wrapped."""
     kms, other = InMemoryKms(KEYS), InMemoryKms(KEYS)
     refuse(other, refused, monkeypatch)
     both, tasks = moved(kms, other, tasks_of(kms, 2, is_kek=is_kek))

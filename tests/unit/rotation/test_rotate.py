@@ -1,4 +1,4 @@
-"""Master keys of files and data sets rotated: what changes, what does not, who reads it after."""
+"""Rotation of the master keys of files and data sets: what changes, what does not, and who can read it after."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def mixed_folder(case: Case, count: int = 4) -> list[Path]:
     return [case.write(f"part={i % 2}/file-{i}.parquet") for i in range(count)]
 
 
-# --- what it is for ---
+# --- its purpose ---
 
 
 @every_variant_and_kms
@@ -173,7 +173,7 @@ def test_what_is_current_stays(tmp_path: Path) -> None:
     before = tree_digest(case.folder)
     report = case.tools().rotate(case.folder)
     assert report.counts == Counter({Outcome.ALREADY_CURRENT: 1})
-    # That they are current is proven: each key is unwrapped.
+    # Each key is unwrapped, which proves that it is current.
     assert report.kms_calls == KmsCalls(unwrap=3, describe=3)
     assert tree_digest(case.folder) == before
 
@@ -278,7 +278,7 @@ def test_encoded_master_key_ids_stay_encoded(tmp_path: Path, key_material: str) 
     (file,) = tools.rotate(path, moves={"arn:a;1": "arn:b,2", "kb": "new"}).files
     assert [change.new_master_key_id for change in file.keys] == ["arn:b,2", "new"]
     assert [material.master_key_id for material in materials(tools, path)] == ["kf", "arn%3Ab%2C2", "new"]
-    # Those that are not encoded do not become so.
+    # Identifiers that are not encoded stay so.
     assert tools.rotate(path, moves={"kf": "arn:b,2"}).succeeded
     assert [material.master_key_id for material in materials(tools, path)] == ["arn:b,2", "arn%3Ab%2C2", "new"]
     assert tools.read_table(path).equals(TABLE) and read_with_pyarrow(case.kms, path).equals(TABLE)
@@ -295,7 +295,7 @@ def test_moves_that_are_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for mistyped in ({"moves": {"kg": "new"}}, {"only_master_keys": ["kg"]}):
         with pytest.raises(ConfigurationError, match="no master key 'kg'"):
             case.tools().rotate(case.folder, **mistyped)
-    # Where the KMS does not list its master keys, it is asked for each.
+    # If the KMS does not list its master keys, it is called for each.
     monkeypatch.setattr(type(case.kms), "master_key_ids", lambda _: None)
     for mistyped in ({"moves": {"kg": "new"}}, {"only_master_keys": ["kg"]}):
         with pytest.raises(ConfigurationError, match="'kg': no such master key"):
@@ -312,7 +312,7 @@ def test_to_another_kms(tmp_path: Path, key_material: str, double: bool) -> None
     case = Case.make(tmp_path, "keystore", key_material=key_material, double_wrapping=double)
     path = case.write()
     if key_material == "external":
-        # Other writers name the address of the KMS, too.
+        # Other writers name the KMS's address, too.
         content = key_material_file(path).read_text()
         named = content.replace(r"\"kmsInstanceURL\":\"DEFAULT\"", r"\"kmsInstanceURL\":\"https://old.example\"")
         assert named != content
@@ -324,7 +324,7 @@ def test_to_another_kms(tmp_path: Path, key_material: str, double: bool) -> None
     footer_material, *others = materials(new_tools, path)
     assert (footer_material.kms_instance_id, footer_material.kms_instance_url) == ("other", "DEFAULT")
     assert {material.kms_instance_id for material in others} == {"DEFAULT"}
-    # A run that was cut off is repeated: what was moved stays.
+    # An interrupted run is repeated: moved keys stay.
     before = tree_digest(case.folder)
     assert case.move_to(other, path).counts == Counter({Outcome.NOTHING_TO_ROTATE: 1})
     assert tree_digest(case.folder) == before
@@ -349,7 +349,7 @@ def test_new_keks(tmp_path: Path, kind: str, key_material: str) -> None:
     assert all(read_with_pyarrow(case.kms, path).equals(TABLE) for path in paths)
 
 
-# --- what it costs ---
+# --- costs ---
 
 
 @every_key_material
@@ -382,7 +382,7 @@ def test_the_kms_is_asked_in_rounds(tmp_path: Path) -> None:
     tools = case.tools()
     report = tools.rotate(tmp_path)
     assert report.kms_calls == KmsCalls(rewrap=30, unwrap=30, describe=report.kms_calls.describe)
-    # Footers, then columns; the base class unwraps what it re-wraps, and each new key is unwrapped as proof.
+    # Footers, then columns; the base class unwraps keys to re-wrap them, and each new key is unwrapped as proof.
     assert kms.unwrap_rounds == [10, 10, 20, 20]
 
 
@@ -453,7 +453,7 @@ def test_a_dry_run_foresees_moves_to_another_kms(tmp_path: Path, new_keks: bool)
     assert (done.wrap, done.unwrap, done.rewrap) == (foreseen.wrap, foreseen.unwrap, foreseen.rewrap)
 
 
-# --- what stays as it was ---
+# --- unchanged parts ---
 
 
 def test_fields_that_nobody_knows_stay(tmp_path: Path) -> None:
@@ -549,7 +549,7 @@ def test_a_file_without_a_prefix_is_not_left_behind(tmp_path: Path, plaintext_fo
     path = case.write()
     case.add_version()
     tools = case.tools(aad_prefix="t/{file_name}")
-    # Where one is asked for, it must have that.
+    # If a prefix is expected, the file must have it.
     assert tools.rotate(path, aad_prefix="t/x.parquet").files[0].error_class == "AadPrefixError"
     assert [file.unknown for file in tools.key_inventory(path)] == [None]
     assert tools.rotate(path).counts == Counter({Outcome.ROTATED: 1})
@@ -598,7 +598,7 @@ def test_a_stored_prefix_of_another_table_is_no_obstacle(tmp_path: Path) -> None
 
 
 def test_a_stored_prefix_of_another_table_is_one_where_others_come_to_read(tmp_path: Path) -> None:
-    """Whoever may use the new master key reads the file then: the prefix is checked, also of the only table."""
+    """Users of the new master key can then read the file: the prefix is checked, even with only one table."""
     case = Case.make(tmp_path, "keystore", aad_prefix="right", also_trusted=["new"])
     path = case.write(tools=case.tools(aad_prefix="other"))
     before = tree_digest(case.folder)
@@ -632,11 +632,11 @@ def test_only_the_table_of_the_rotation_is_warned_of(tmp_path: Path, recwarn: py
 def test_file_systems_that_are_not_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pyarrow import fs as pafs
 
-    # So there are several copies in a small file.
+    # So a small file has several copies.
     monkeypatch.setattr(tail, "COPY_LENGTH", 100)
 
     class Elsewhere(pafs.FileSystemHandler):  # type: ignore[misc]
-        """The local file system, by another name."""
+        """The local file system, under another name."""
 
         def __init__(self) -> None:
             self.inner = pafs.LocalFileSystem()
@@ -764,7 +764,7 @@ def test_data_keys_of_the_caller(tmp_path: Path) -> None:
     assert fates["mixed"].keys == (KeyChange("ka", "ka", "1", "2", 1),)
     case.disable(1)
     assert tools.read_table(case.folder / "mixed.parquet", table_name="mixed").equals(TABLE)
-    # Without the data key nobody can tell what is inside.
+    # Without the data key, the content is unknown.
     (file,) = case.tools().rotate(case.folder / "all.parquet").files
     assert (file.outcome, file.error_class) == (Outcome.FAILED, "KeyNotAvailableError")
     with pytest.raises(ConfigurationError, match="a data key"):

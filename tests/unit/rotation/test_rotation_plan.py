@@ -60,7 +60,7 @@ def test_older_than(version: str | None, expected: str | None) -> None:
 
 
 def test_older_than_what_is_no_version() -> None:
-    """It would count as older than everything, and everything would be wrapped anew."""
+    """It would count as older than everything, and everything would be re-wrapped."""
     with pytest.raises(ConfigurationError, match="'x' is no version of this KMS"):
         target(RotationPlan(older_than="x"), "k", "9", "99")
     assert target(RotationPlan(older_than="x"), "k", "y", "z") == "k"
@@ -84,7 +84,7 @@ def test_identifiers_that_readers_would_decode_are_refused() -> None:
         RotationPlan(moves={"a": "my%20key"})
 
 
-# --- what two KMSs say of master keys ---
+# --- versions in two KMSs ---
 
 
 def test_a_master_key_is_described_once() -> None:
@@ -120,6 +120,6 @@ def test_versions_that_a_master_key_may_have(version: str, newest: str | None) -
 
 @pytest.mark.parametrize("version", ["0", "3", "v3", "any", ""])
 def test_versions_that_a_master_key_cannot_have(version: str) -> None:
-    """Nothing would seem to need them, and somebody would disable what is needed."""
+    """No file would seem to need them, and somebody would disable keys that are needed."""
     with pytest.raises(ConfigurationError, match=f"'k' has no version {version!r}: its newest is v2"):
         check_version("k", version, "v2")

@@ -1,4 +1,4 @@
-"""What a report counts, names, and leaves out."""
+"""What a report counts, names, and omits."""
 
 from __future__ import annotations
 

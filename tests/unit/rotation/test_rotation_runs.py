@@ -1,4 +1,4 @@
-"""Runs that are cut off, repeated, disturbed by others, or lose their KMS."""
+"""Runs that are interrupted, repeated, disturbed by others, or lose their KMS."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ every_key_material = pytest.mark.parametrize("key_material", ["internal", "exter
 
 
 class CutOffError(BaseException):
-    """Stands for the end of a process."""
+    """Simulates the end of a process."""
 
 
 def cut_off_after(count: int) -> Callable[[FileRotation], None]:
@@ -60,14 +60,14 @@ def make(tmp_path: Path, count: int, kind: str = "keystore", **settings: Any) ->
     tools = case.tools()
     first = case.write("000.parquet", tools=tools)
     for i in range(1, count):
-        # Copies are files of their own here, and quicker made.
+        # Copies are separate files here, and faster to make.
         shutil.copy(first, case.folder / f"{i:03}.parquet")
         if key_material_file(first).exists():
             shutil.copy(key_material_file(first), key_material_file(case.folder / f"{i:03}.parquet"))
     return case
 
 
-# --- cut off, and called again ---
+# --- interrupted, and called again ---
 
 
 @every_key_material
@@ -79,7 +79,7 @@ def test_a_run_continues_where_files_show_their_version(tmp_path: Path, key_mate
         case.tools().rotate(case.folder, on_file=cut_off_after(6))
     between = tree_digest(case.folder)
     report = case.tools().rotate(case.folder)
-    # The batch that was cut off was finished.
+    # The interrupted batch was finished.
     current = report.counts[Outcome.ALREADY_CURRENT]
     assert 6 <= current <= 8 and report.counts == {Outcome.ALREADY_CURRENT: current, Outcome.ROTATED: 10 - current}
     after = tree_digest(case.folder)
@@ -94,9 +94,9 @@ def test_a_run_continues_where_files_show_their_version(tmp_path: Path, key_mate
 def test_a_run_starts_over_where_files_do_not_show_what_was_done(
     tmp_path: Path, key_material: str, options: dict[str, Any]
 ) -> None:
-    """At full cost, and with nothing lost: keys that were re-wrapped are re-wrapped once more."""
+    """At full cost, and without loss: re-wrapped keys are re-wrapped once more."""
     case = make(tmp_path, 6, "keystore" if options else "in_memory", key_material=key_material)
-    # Each file has keys of its own.
+    # Each file has its own keys.
     for path in sorted(case.folder.glob("*.parquet")):
         case.write(path.name)
     case.add_version()
@@ -121,7 +121,7 @@ def test_a_run_starts_over_where_files_do_not_show_what_was_done(
 
 
 def test_a_move_to_another_kms_continues(tmp_path: Path) -> None:
-    """The keys that were moved unwrap there, and not in the KMS that is left."""
+    """The moved keys unwrap there, and not in the remaining KMS."""
     case, other = make(tmp_path, 3), InMemoryKms(dict.fromkeys(MASTER_KEYS))
     with pytest.raises(CutOffError):
         case.move_to(other, case.folder, on_file=cut_off_after(2))
@@ -131,7 +131,7 @@ def test_a_move_to_another_kms_continues(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("new_keks", [False, True])
 def test_a_new_version_begins_anew(tmp_path: Path, new_keks: bool) -> None:
-    """With new KEKs, too, where nothing else asks which version is the newest."""
+    """With new KEKs, too, where no other code looks up the newest version."""
     case = make(tmp_path, 4)
     case.add_version()
     with pytest.raises(CutOffError):
@@ -171,7 +171,7 @@ def test_failed_files_get_another_turn(tmp_path: Path) -> None:
 
 @every_key_material
 def test_within_a_kms_files_go_on_to_name_their_instance(tmp_path: Path, key_material: str) -> None:
-    """Of another KMS they take its name; here nothing has changed but the master key's version."""
+    """Files of another KMS get its name; here only the master key's version has changed."""
     case = make(tmp_path, 1, "in_memory", key_material=key_material)
     path = case.folder / "000.parquet"
     kms = {"type": "in_memory", "keys": list(MASTER_KEYS), "instance_id": "another"}
@@ -186,11 +186,11 @@ def test_within_a_kms_files_go_on_to_name_their_instance(tmp_path: Path, key_mat
     assert {material.kms_instance_id for material in materials(tools, path)} == before != {"another"}
 
 
-# --- others at the same files ---
+# --- others that change the same files ---
 
 
 def around_replacements(monkeypatch: pytest.MonkeyPatch, act: Callable[[Callable[[], Any]], Any]) -> None:
-    """Let a function do what replaces a file, after its keys were re-wrapped; its own go on as ever."""
+    """Wrap the replacement of a file, after its keys were re-wrapped; replacements by `act` are not wrapped."""
     acting: list[bool] = []
 
     def disturbed(replace: Callable[..., Any], *arguments: Any) -> Any:
@@ -227,7 +227,7 @@ def test_a_file_that_is_replaced_between_read_and_replace(
 
 
 def test_a_file_that_is_replaced_while_its_keys_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its key material file is that of the new file, or gone, when it is looked for."""
+    """Its key material file is the new file's, or gone, when it is looked up."""
     case = Case.make(tmp_path, "keystore", key_material="external")
     path = case.write()
     case.add_version()
@@ -263,7 +263,7 @@ def test_somebody_who_never_stops(tmp_path: Path, key_material: str, monkeypatch
 
     around_replacements(monkeypatch, disturbed)
     assert tools.rotate(path).counts == Counter({Outcome.ROTATED: 1})
-    # The last turn has the folder for itself.
+    # In the last attempt, the folder is locked.
     assert turns == [False, True]
     assert tools.read_table(path).equals(TABLE)
 
@@ -431,7 +431,7 @@ def test_caches_of_the_tools_play_no_part(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its key material is looked for when that is the new file's, or is gone."""
+    """Its key material is looked up after it was replaced with the new file's, or removed."""
     case = Case.make(tmp_path, "in_memory", key_material="external")
     path = case.write()
     newer = TABLE.slice(0, 10)
@@ -513,7 +513,7 @@ def test_a_storage_that_takes_no_more_ends_the_run(
 
 
 class KmsWithoutRewrap(InMemoryKms):
-    """Does what Cloud KMS does: to re-wrap is to unwrap and to wrap."""
+    """Does the same as Cloud KMS, which re-wraps by unwrapping and wrapping."""
 
     def rewraps_by_itself(self, master_key_id: str, new_master_key_id: str) -> bool:
         return False
@@ -527,11 +527,11 @@ class KmsWithoutRewrap(InMemoryKms):
 def test_keys_that_must_be_unwrapped_cost_one_call_each(
     tmp_path: Path, moved: bool, plaintext_footer: bool, key_material: str
 ) -> None:
-    """Where the KMS does not re-wrap, and on the way to another one: new KEKs in place of the old ones."""
+    """If the KMS does not re-wrap, or for a move to another KMS: new KEKs replace the old ones."""
     kms, other = KmsWithoutRewrap(dict.fromkeys(MASTER_KEYS)), InMemoryKms(dict.fromkeys(MASTER_KEYS))
     settings = {"key_material": key_material, "plaintext_footer": plaintext_footer}
     case = Case(tmp_path / "data", kms, None, {**COLUMNS, **settings})
-    # Each writer has KEKs of its own: 6 for each of 3 master keys.
+    # Each writer has its own KEKs: 6 for each of 3 master keys.
     paths = [case.write(f"{i}.parquet") for i in range(6)]
     whole = shutil.copytree(case.folder, tmp_path / "whole")
     old = {material.kek_id for path in paths for material in materials(case.tools(), path)}
@@ -542,7 +542,7 @@ def test_keys_that_must_be_unwrapped_cost_one_call_each(
     assert rotate(case.folder).succeeded
     tools = case.tools(other if moved else kms)
     new = {material.kek_id for path in paths for material in materials(tools, path)}
-    # One for each master key; of each of the two runs where the second one continues.
+    # One for each master key; for each of the two runs if the second one continues.
     assert len(old) == 18 and len(new) == (6 if moved else 3) and not old & new
     assert all(tools.read_table(path).equals(TABLE) for path in paths)
     done = rotate(whole).kms_calls

@@ -1,4 +1,4 @@
-"""The audit log: a record for each key, whatever happens, and nothing secret in it."""
+"""The audit log: a record for each key, whatever happens, and no secrets in it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_rewrap_names_both_master_keys(log: Collected) -> None:
 
 
 def test_what_the_kms_is_not_even_asked_for_is_recorded(log: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The KMS's own log cannot show that somebody put a file in place that is under a master key of theirs."""
+    """The KMS's own log cannot show that an attacker put a file under their own master key in place."""
     monkeypatch.setattr(InMemoryKms, "_may_be_of_others", lambda self, master_key_id: master_key_id == "theirs")
     kms = audited(in_memory("ours", "theirs"))
     kms.trust(["ours"])
@@ -138,7 +138,7 @@ def test_who(log: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupted_operation_is_recorded(log: Collected) -> None:
-    """The KMS may have done it."""
+    """The KMS may have completed it."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -263,7 +263,7 @@ def test_a_failing_handler_breaks_and_hides_nothing(
 def test_an_audit_log_without_a_handler_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever switches it on and forgets where it shall go finds out before he needs it."""
+    """A user who enables it without a target gets an error at once."""
     audit.warn_of_no_handler.cache_clear()
     monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
     kms = audited(in_memory("k"))
@@ -329,7 +329,7 @@ def test_nothing_secret_is_in_it(log: Collected, tmp_path: Path) -> None:
 
 
 def test_threads_that_share_a_load_have_one_record(log: Collected, tmp_path: Path) -> None:
-    """The KMS is asked once for all of them; it says the file of the one who asked."""
+    """One KMS call unwraps all keys; its record names the file of the caller that made it."""
     path = tmp_path / "x.parquet"
     keytools().write_table(TABLE, path)
     kms = audited(FaultyKms(MASTER_KEYS))

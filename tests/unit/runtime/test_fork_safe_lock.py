@@ -88,7 +88,7 @@ def test_a_child_finds_it_open_while_a_thread_of_the_parent_holds_it() -> None:
 
 
 def test_a_plain_lock_would_hang() -> None:
-    """The test above can fail: it does with what ForkSafeLock replaces."""
+    """Proves the test above: it fails with the class that ForkSafeLock replaces."""
     lock = threading.Lock()
     with lock:
         assert status_of_child(lambda: int(lock.acquire(timeout=0.2))) == 0

@@ -1,4 +1,4 @@
-"""Tests that a call leaves no keys and footers for Python's collector of garbage."""
+"""A call leaves no keys and footers to Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALLS: dict[str, Callable[[Keytools, Path], object]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_call_leaves_no_garbage(call: Callable[[Keytools, Path], object], tmp_path: Path) -> None:
-    """A wide file takes megabytes, which would stay until a collection of all objects."""
+    """A wide file takes megabytes, which would stay until a full collection."""
     table = {"footer_key": "footer", "column_keys": {"private": ["a"]}, "unlisted_columns": "footer_key"}
     kms = InMemoryKms({"footer": None, "private": None})
     keytools = Keytools.from_mapping({"version": 1, "tables": {"people": table}}, kms=kms)

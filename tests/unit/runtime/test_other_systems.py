@@ -1,4 +1,4 @@
-"""The main jobs where Python lacks what it lacks on macOS and Windows; `other_systems` says what is simulated."""
+"""The main jobs without what Python lacks on macOS and Windows; see `other_systems` for what is simulated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_all_jobs(platform: str, tmp_path: Path) -> None:
 
 
 def test_what_is_lacking() -> None:
-    """Typeshed names what was called without a guard, and modules that are not there."""
+    """Typeshed finds unguarded calls, and missing modules."""
     calls = {"posix_fallocate", "listxattr", "setxattr", "getxattr", "copy_file_range", "O_TMPFILE"}
     assert calls <= other_systems.lacking("os", "darwin")
     more = {"geteuid", "fchown", "pread", "pwrite", "register_at_fork", "O_NOFOLLOW", "O_DIRECTORY", "O_CLOEXEC"}

@@ -22,10 +22,10 @@ class Thing:
 
 
 def in_child(check: Callable[[], object]) -> None:
-    """Fork, and check something in the child."""
+    """Fork, and run a check in the child."""
 
     def run() -> None:
-        # Without pytest's end of the process, which would run twice.
+        # Without pytest's shutdown, which would run twice.
         os._exit(0 if check() else 1)
 
     process = multiprocessing.get_context("fork").Process(target=run)

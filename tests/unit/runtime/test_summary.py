@@ -1,4 +1,4 @@
-"""What a console and a notebook show of a result: a line, however many files and columns there are."""
+"""How a console and a notebook show a result: in one line, however many files and columns there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What OpenTelemetry gets, and that nothing depends on it."""
+"""What OpenTelemetry receives, and that nothing depends on it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Watched:
         ]
 
     def sum(self, name: str) -> float:
-        """Return the sum of what a histogram has, over all its series."""
+        """Return the sum of a histogram over all its series."""
         data = self.reader.get_metrics_data()
         return sum(
             getattr(point, "sum", 0.0)
@@ -129,7 +129,7 @@ def test_retries_and_waits(watched: Watched) -> None:
 @pytest.mark.parametrize(("name", "seconds"), [("kms.call.duration", 6.0), ("kms.throttle.wait", 2.0)])
 def test_how_long_calls_take_and_wait(watched: Watched, name: str, seconds: float) -> None:
     clock = VirtualTime()
-    # One call every 4 seconds: the second one waits for the half of them, and then takes as long as the first.
+    # One call every 4 seconds: the second one waits for half of them, and then takes as long as the first.
     kms = FakeRemoteKms(lambda *_: clock.advance(2), clock.source(), max_calls_per_second=0.25)
     wrap_one(kms, KEY, "k")
     wrap_one(kms, KEY, "k")
@@ -163,7 +163,7 @@ def test_the_cache(watched: Watched) -> None:
 
 
 def test_a_span_for_the_operation_and_one_for_each_call_in_it(watched: Watched) -> None:
-    """They hang together though the calls are made in other threads."""
+    """They are connected although the calls are made in other threads."""
     kms = FakeRemoteKms(refuse_k2)
     with watched.tracers.get_tracer("application").start_as_current_span("job") as job:
         kms.wrap_many([WrapRequest(KEY, f"k{number}") for number in range(5)])
@@ -259,14 +259,14 @@ class BrokenProcessor(SpanProcessor):
 
 
 class BrokenExporter(InMemorySpanExporter):
-    """Raises whatever it shall export."""
+    """Raises on every export."""
 
     def export(self, spans: object) -> Any:
         raise RuntimeError("export")
 
 
 class Broken:
-    """Fails whatever is asked of it."""
+    """Fails every operation."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(name)

@@ -1,4 +1,4 @@
-"""One function for many files in worker processes: what comes back from them, and what happens when one ends."""
+"""One function for many files in worker processes: their results, and what happens when a worker ends."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Seen:
 
 
 class ForeignError(Exception):
-    """Does not come out of a pickle, as those of some SDKs."""
+    """Cannot be unpickled, like the exceptions of some SDKs."""
 
     def __init__(self, status: int, code: int) -> None:
         super().__init__(f"status {status}")
 
 
 class Work:
-    """What is done with a file, by its name."""
+    """Acts on a file according to its name."""
 
     def __init__(self, seen: Seen | None = None) -> None:
         self.seen = seen
@@ -72,7 +72,7 @@ class Work:
 
 
 def test_calls_and_what_is_said_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a folder where a hostile file has the name of a module; nothing of it is imported."""
+    """In a folder where a hostile file has the name of a module; nothing in it is imported."""
     for name in ("pickle.py", "socket.py", "multiprocessing.py", "typing.py"):
         (tmp_path / name).write_text("raise SystemExit('imported')")
     names = [str(number) for number in range(12)]
@@ -114,7 +114,7 @@ def test_what_cannot_be_pickled_is_called_here() -> None:
 
 
 class OnlyHere(Work):
-    """Comes out of no pickle."""
+    """Cannot be unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return refuse, ()
@@ -159,7 +159,7 @@ def test_a_script_without_a_guard_does_not_start_itself(tmp_path: Path) -> None:
 
 
 def test_the_command_itself_starts_processes(tmp_path: Path) -> None:
-    """As installed: its main module is imported again, and does nothing then."""
+    """As installed: its main module is imported again, and then does nothing."""
     (tmp_path / "parquet-keytools").write_text(
         "from parquet_keytools.runtime.worker_processes import FileWorkers, command_line_processes\n"
         "if __name__ == '__main__':\n"
@@ -172,7 +172,7 @@ def test_the_command_itself_starts_processes(tmp_path: Path) -> None:
 
 
 def test_no_program_is_started_that_is_not_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those frozen by PyInstaller."""
+    """Like programs frozen by PyInstaller."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with command_line_processes(2), FileWorkers(Work(), 100, 2) as workers:
         assert workers.processes == 1

@@ -1,4 +1,4 @@
-"""Threads that work on many things, and have ended when their caller goes on, also where Ctrl-C interrupts it."""
+"""Threads that share work, and have ended when their caller continues, even if Ctrl-C interrupts it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_makes_the_items_may_fail() -> None:
 
 
 def test_an_interruption_goes_before_an_error() -> None:
-    """Else Ctrl-C is taken for the error of one file, and the next file begins."""
+    """Otherwise, Ctrl-C is treated as the error of one file, and the next file begins."""
     has_taken, fails = threading.Event(), threading.Event()
 
     def work(items: Iterator[int]) -> None:
@@ -175,7 +175,7 @@ time.sleep(1)
 
 @pytest.mark.parametrize("way", ["in_threads", "share_out"])
 def test_no_thread_writes_after_ctrl_c_when_the_owner_closes_the_file(tmp_path: Path, way: str) -> None:
-    """A real signal, and another one while the threads are waited for."""
+    """A real signal, and another one while the caller waits for the threads."""
     command = [sys.executable, "-c", _CTRL_C, str(tmp_path / "out"), way]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""A server over files in memory or in a folder, and a client that sends whatever it is given."""
+"""A server over files in memory or in a folder, and a client that sends any bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from parquet_keytools.serve.view_server import ViewServer
 
 
 def memory_files(files: dict[str, bytes]) -> MemoryFileSystem:
-    """Return a file system of these files, shared with nobody."""
+    """Return a separate file system with these files."""
 
     class OwnFiles(MemoryFileSystem):
         store: dict[str, Any] = {}  # noqa: RUF012
@@ -37,7 +37,7 @@ def memory_files(files: dict[str, bytes]) -> MemoryFileSystem:
 
 @contextlib.contextmanager
 def served(files: dict[str, bytes] | MemoryFileSystem, **options: Any) -> Iterator[ViewServer]:
-    """Serve files of memory."""
+    """Serve in-memory files."""
     filesystem = memory_files(files) if isinstance(files, dict) else files
     with ViewServer(ServedTree(filesystem, "/root"), **options) as server:
         yield server
@@ -46,7 +46,7 @@ def served(files: dict[str, bytes] | MemoryFileSystem, **options: Any) -> Iterat
 def ask(
     server: ViewServer, key: str, method: str = "GET", headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, str], bytes]:
-    """Send a request below the secret path, on a connection of its own; the key goes out as it is."""
+    """Send a request below the secret path, on a new connection; the key is sent unchanged."""
     with contextlib.closing(connected(server)) as connection:
         return asked(connection, server, key, method, headers)
 
@@ -90,7 +90,7 @@ def asked(
 
 
 def said(server: ViewServer, request: bytes) -> bytes:
-    """Send bytes, and return all that comes until the server ends the connection."""
+    """Send bytes, and return everything until the server closes the connection."""
     parts = urlsplit(server.url)
     with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
         connection.sendall(request.replace(b"HOST", parts.netloc.encode()).replace(b"PATH", parts.path.encode()))

@@ -39,7 +39,7 @@ FILES = {"2013/a.parquet": CONTENT, "empty": b"", "2013/with space & ü.parquet"
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """Return what the access log has; threads of other tests in this process may log, too."""
+    """Return the contents of the access log; threads of other tests in this process may log, too."""
     return [record.access for record in caplog.records if record.name == LOGGER_NAME]  # type: ignore[attr-defined]
 
 
@@ -53,7 +53,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
         ("bytes=2999990-99999999999999999999999999", 206, 2_999_990, 3_000_000),
         ("bytes=-8", 206, 2_999_992, 3_000_000),
         ("bytes=-9999999999", 206, 0, 3_000_000),
-        # What is no range, and several: the whole file.
+        # Invalid ranges, and several: the whole file.
         ("bytes=9-5", 200, 0, 3_000_000),
         ("bytes=0-1,5-6", 200, 0, 3_000_000),
         ("bytes=-", 200, 0, 3_000_000),
@@ -152,7 +152,7 @@ def test_links_are_names_that_clients_join_in_two_ways() -> None:
             with urllib.request.urlopen(folder) as answer:
                 links = re.findall('href="(.*?)"', answer.read().decode())
             for link in links:
-                # Browsers resolve a reference; fsspec joins strings, and takes "http..." for an address.
+                # Browsers resolve a reference; fsspec joins strings, and treats "http..." as an address.
                 assert not link.startswith("http")
                 address = urljoin(folder, link)
                 assert address == folder + link
@@ -293,7 +293,7 @@ def test_one_file_alone_is_served() -> None:
         (b"GET PATH HTTP/1.7\r\nHost: HOST\r\n\r\n", 505),
         (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: HOST\r\n\r\n", 414),
         (b"GET PATH HTTP/1.1\r\nHost: HOST\r\n" + (b"X: " + b"y" * 1000 + b"\r\n") * 90 + b"\r\n", 431),
-        # What one reads as one request, and another one as two.
+        # One parser reads this as one request, another as two.
         (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nContent-Length : 5\r\n\r\n", 400),
         (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nX: a\r\n folded: b\r\n\r\n", 400),
         (b"GET PATH HTTP/1.1\r\nHost: HOST\r\nX: a\rTransfer-Encoding: chunked\r\n\r\n", 400),
@@ -315,7 +315,7 @@ def test_one_file_alone_is_served() -> None:
 )
 def test_requests_that_are_refused(request_bytes: bytes, status: int, caplog: pytest.LogCaptureFixture) -> None:
     with served(FILES) as server:
-        # The connection is not ended by every refusal.
+        # Not every refusal closes the connection.
         answer = said(server, request_bytes.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         assert answer.count(b"HTTP/1.1") == 1
@@ -351,7 +351,7 @@ def test_a_head_that_does_not_come_ends_the_connection(
         assert half.recv(13) == b"HTTP/1.1 400 "
         monkeypatch.setattr(view_server, "HEAD_SECONDS", 0.2)
         assert said(server, b"") == b""
-        # However long the first byte takes to come, on a machine with much else to do.
+        # However long the first byte takes on a busy machine.
         begin, seconds = view_server.HeadReader.begin, iter((30.0, 30.0, 0.2))
         monkeypatch.setattr(view_server.HeadReader, "begin", lambda reader, _: begin(reader, next(seconds)))
         assert said(server, b"GET PATH HTTP/1.1\r\nHost").startswith(b"HTTP/1.1 408 ")
@@ -399,7 +399,7 @@ def test_every_byte_of_a_footer_is_part_of_the_etag() -> None:
     footer = bytes(3_000_000)
     end = len(footer).to_bytes(4, "little") + b"PAR1"
     filesystem = memory_files({"a": b"PAR1" + footer + end})
-    # As a file whose rights changed: nothing but what is shown is another one.
+    # As for a file whose permissions changed: another file in every visible respect.
     filesystem.ukey = lambda path: "same"
     with served(filesystem) as server:
         etags = [ask(server, "a", "HEAD")[1]["ETag"]]
@@ -496,7 +496,7 @@ def test_the_end_ends_all_connections() -> None:
 
 
 class FailingFile:
-    """A file of which one byte cannot be read."""
+    """A file with one unreadable byte."""
 
     def __init__(self, stream: Any, place: int, error: Exception) -> None:
         self._stream, self._place, self._error = stream, place, error
@@ -618,7 +618,7 @@ def test_a_client_that_only_reads_ranges_begins_with_the_first() -> None:
 def test_a_file_that_is_replaced_while_it_is_sent_ends_the_connection() -> None:
     filesystem = memory_files({"a": bytes(20_000_000)})
     with served(filesystem) as server, contextlib.closing(connected(server)) as connection:
-        # Without room to run ahead.
+        # Without room to read ahead.
         connection.connect()
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         connection.request("GET", "/" + server.url.split("/", 3)[3] + "a")
@@ -682,7 +682,7 @@ def test_tls_never_falls_back(tmp_path: Path) -> None:
         served(FILES, tls=context, host_names=["localhost"], max_connections=1) as server,
         socket.create_connection(("127.0.0.1", port_of(server))),
     ):
-        # The one who is connected, and says nothing, makes place.
+        # The idle connection is closed to make room.
         port = port_of(server)
         connection = http.client.HTTPSConnection("localhost", port, context=trusting, timeout=30)
         assert server.url.startswith("https://localhost:")

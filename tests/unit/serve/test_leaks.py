@@ -1,4 +1,4 @@
-"""Everything that a server or a mount answers, searched for refused values and for keys."""
+"""All answers of a server or a mount, searched for refused values and for keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REFUSED = ["number", "real", "person.name", "kind"]
 
 
 def needles() -> dict[bytes, str]:
-    """Return the refused values as they could stand in a file: plain, and the lowest and highest in statistics."""
+    """Return the refused values as a file could contain them: plain, and the minimum and maximum in statistics."""
     rows = [*range(0, ROWS, 50), NUMBERS.index(min(NUMBERS)), NUMBERS.index(max(NUMBERS)), ROWS - 1]
     found = {}
     for row in rows:
@@ -65,13 +65,13 @@ def forms(key: bytes) -> Iterator[bytes]:
     yield key.hex().upper().encode()
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
         for shift in range(3):
-            # Without the characters that the neighbours of the key change.
+            # Without the characters that the key's neighbours change.
             yield encode(b"\0" * shift + key)[4 if shift else 0 :].rstrip(b"=")[: len(key) * 4 // 3 - 5]
 
 
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[bytes]]:
-    """All keys that there are in this process from now on: master keys, KEKs, DEKs, and the secret of S3."""
+    """All keys in this process from now on: master keys, KEKs, DEKs, and the S3 secret."""
     found: set[bytes] = set()
     make = SecretBytes.__init__
 
@@ -109,7 +109,7 @@ def case(tmp_path: Path, keys: set[bytes]) -> ViewCase:
     )
     plain = tmp_path / "plain.parquet"
     plain.write_bytes(sink.getvalue())
-    # The search finds what there is to find.
+    # The search finds what exists.
     assert [where for needle, where in needles().items() if needle in sink.getvalue()] == [
         where for where in needles().values() if not where.endswith("as text")
     ]
@@ -178,7 +178,7 @@ def over_s3(server: ViewServer) -> Iterator[bytes]:
     for path in ("x.parquet", "folder/altered.parquet"):
         for wanted in RANGES:
             yield asked("GET", f"/view/{path}", Range=wanted)
-    # Neither is who does not sign, or wrongly, answered with anything.
+    # A request that is unsigned, or wrongly signed, gets no data either.
     yield said(server, b"GET /view/x.parquet HTTP/1.1\r\nHost: HOST\r\nConnection: close\r\n\r\n")
     credentials = Credentials(pair.access_key_id, "another secret")
     yield asked("GET", "/view/x.parquet")
@@ -196,7 +196,7 @@ def mounted(tree: ServedTree) -> Iterator[bytes]:
         except OSError as error:
             yield repr(error).encode()
             continue
-        # Ranges overlap, so that no value is found in two halves.
+        # Ranges overlap, so that no value is split into two halves.
         for start in range(0, size, 19_000):
             try:
                 yield mount.read(f"/{path}", 20_000, start, handle)
@@ -206,7 +206,7 @@ def mounted(tree: ServedTree) -> Iterator[bytes]:
 
 
 def answers_of(case: ViewCase, denied_columns: str) -> tuple[dict[str, list[bytes]], bytes]:
-    """Return everything that goes out, and the secret of the URL."""
+    """Return everything that is sent, and the secret of the URL."""
     folder = case.folder / "data"
     tree = ServedTree(case.keytools(denied_columns=denied_columns).view(folder), "", folder=folder)
     with ViewServer(tree, with_s3=True) as server:
@@ -239,7 +239,7 @@ def test_the_search_finds_what_may_be_read(case: ViewCase) -> None:
             (name, ("secret", "footer"))
             for name in (("error", "hide", "null", "hash") if SOAK else ("error", "hash"))
         ),
-        # Who may have the keys, and shall not see the values.
+        # Readers who may have the keys, and must not see the values.
         ("hash", ()),
         ("hash", ("hashing",)),
     ],
@@ -256,7 +256,7 @@ def test_no_refused_value_and_no_key_leaves_in_any_answer(
     with caplog.at_level(logging.DEBUG):
         answers, token = answers_of(case, denied_columns)
     if "footer" not in denied:
-        # What may be read is there, so the answers are those of files.
+        # The readable values are there, so the answers really are files.
         for kind, parts in answers.items():
             assert any(b"row %d" % (ROWS - 1) in part for part in parts), kind
     answers["log"] = [caplog.text.encode(), *(repr(vars(record)).encode() for record in caplog.records)]

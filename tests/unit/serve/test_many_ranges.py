@@ -1,4 +1,4 @@
-"""Many ranges of many readers at the same time: each is the slice of the whole."""
+"""Many ranges of many concurrent readers: each equals the slice of the whole file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def asked_as_s3(
 
 
 def wrong_ranges(server: ViewServer, protocol: str, seed: int, count: int) -> list[str]:
-    """Ask for ranges on one connection, and return those that were answered wrongly."""
+    """Request ranges on one connection, and return the ranges with wrong answers."""
     chance = random.Random(seed)
     wrong = []
     ask = asked_as_s3 if protocol == "s3" else asked

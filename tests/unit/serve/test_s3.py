@@ -194,7 +194,7 @@ def test_signatures_of_version_2_are_named() -> None:
 
 
 def signed_bytes(server: ViewServer, target: str, **headers: str) -> bytes:
-    """Return a request whose signature is that of a client which changes nothing of a path."""
+    """Return a request signed by a client that does not encode the path."""
     pair, host = server.key_pair, urlsplit(server.endpoint).netloc
     assert pair is not None
     request = AWSRequest("GET", server.endpoint + target, headers={"Host": host, **headers})
@@ -229,7 +229,7 @@ def test_a_path_means_one_thing(target: str, status: int) -> None:
     ("change", "status"),
     [
         (lambda raw: raw, 206),
-        # What the signature covers is not changed, and nothing of the kind is added.
+        # Signed parts stay unchanged, and nothing similar is added.
         (lambda raw: raw.replace(b"bytes=0-3", b"bytes=0-9"), 403),
         (lambda raw: raw.replace(b"\r\n", b"\r\nRange: bytes=5-9\r\n", 1), 403),
         (lambda raw: raw.replace(b"\r\n", b"\r\nX-Amz-Security-Token: x\r\n", 1), 403),
@@ -397,7 +397,7 @@ def test_signatures_in_urls_are_refused() -> None:
 
 
 def reference(keys: list[str], prefix: str, delimiter: str, after: str) -> list[str]:
-    """Return what a listing has, from the definition: keys, and what they have in common, sorted by bytes."""
+    """Return the expected listing, by its definition: keys and common prefixes, sorted by bytes."""
     found = set()
     for key in keys:
         if key.startswith(prefix) and key.encode() > after.encode():
@@ -436,7 +436,7 @@ def test_listings_are_as_defined(seed: int) -> None:
                     break
                 answer = client.list_objects_v2(**options, ContinuationToken=answer["NextContinuationToken"])
             assert found == reference(keys, prefix, delimiter, after), (prefix, delimiter, after)
-            # The same by the first version, which continues after a name.
+            # The same with version 1, which continues after a name.
             former, marker = [], after
             while True:
                 answer = client.list_objects(**options, Marker=marker)
@@ -483,7 +483,7 @@ def test_no_client_takes_an_etag_for_an_md5_sum() -> None:
             ask(server, first["Key"], "HEAD")[1]["ETag"],
         }
         (etag,) = found
-        # As of an upload in parts, whose sum is not that of the content.
+        # As in a multipart upload, whose hash is not the content's.
         assert re.fullmatch(r'"[0-9a-f]{40}-1"', etag)
 
 

@@ -1,4 +1,4 @@
-"""Encrypted files, served as plain Parquet: what goes out is authentic, and nothing of refused columns."""
+"""Encrypted files, served as plain Parquet: all output is authentic, and nothing of refused columns is sent."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_what_is_no_encrypted_file_is_not_served(case: ViewCase, content: bytes)
         for name, expected in (("notes.txt", 422 if is_parquet else 404), ("plaintext.parquet", 422)):
             status, _, body = ask(server, name)
             assert (status, content in body or b"Person" in body) == (expected, False)
-        # What may be data is listed, so that clients that copy everything fail and miss nothing.
+        # Possible data is listed, so that clients that copy everything fail and miss nothing.
         listed = re.findall('href="(.*?)"', ask(server, "")[2].decode())
         assert listed == [*["notes.txt"] * is_parquet, "plaintext.parquet", "x.parquet"]
         scan = pl.scan_parquet(

@@ -75,7 +75,7 @@ def test_one_of_sparks_files(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_in_the_home_folder(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment variable of Iceberg's client names it, and no shell has expanded that."""
+    """The environment variable of Iceberg's client names it, and no shell has expanded it."""
     monkeypatch.setenv("HOME", str(file.parent))
     assert received_configuration(carried_file("~/c.yaml"), tmp_path / "elsewhere") == load_configuration(file)
 

@@ -42,7 +42,7 @@ KEY = bytes(range(16))
 
 
 class SlowKms(InMemoryKms):
-    """Answers when it is let."""
+    """Answers when a test releases it."""
 
     def __init__(self) -> None:
         super().__init__({name: SecretBytes(key) for name, key in MASTER_KEYS.items()})
@@ -67,7 +67,7 @@ class RefusingKms(InMemoryKms):
 
 
 class Asker:
-    """The other side of the pipes."""
+    """The other end of the pipes."""
 
     def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
         self.requests = requests
@@ -133,7 +133,7 @@ def test_keks_of_iceberg_have_the_raw_form(kms: SlowKms, configuration: Path) ->
         assert (before.kind, before.content) == (Status.FAILED, b"the worker was given no configuration")
         assert asker.ask(Operation.START, b"\n" + carried_file(str(configuration)).encode()).kind == Status.OK
         wrapped = asker.ask(Operation.WRAP_KEK, request)
-        # The identifier is taken as it is: nothing is encoded in the metadata of a table.
+        # The identifier is used as it is: nothing is encoded in a table's metadata.
         assert wrapped.kind == Status.OK and len(wrapped.content) == 12 + 16 + 16
         key = AESGCM(MASTER_KEYS["arn:aws:kms:1,2;3"])
         assert key.decrypt(wrapped.content[:12], wrapped.content[12:], None) == KEY

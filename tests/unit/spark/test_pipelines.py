@@ -1,4 +1,4 @@
-"""Pipelines, as far as they go without Spark: their tasks run here, one after the other."""
+"""Pipelines, as far as they work without Spark: their tasks run here, one after the other."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_tasks_have_every_file_once(
 
 
 def noted_settings(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[RemoteKmsSettings]:
-    """Return the settings of the KMS clients that tasks made in a call."""
+    """Return the settings of the KMS clients that tasks created in a call."""
     noted: list[RemoteKmsSettings] = []
     make_client = map_files.make_client
 
@@ -169,7 +169,7 @@ def test_calls_that_wait_for_their_turn_have_not_failed(tmp_path: Path, monkeypa
 
 
 def with_vault(tmp_path: Path) -> Path:
-    """Return a configuration whose KMS nobody serves."""
+    """Return a configuration whose KMS is unreachable."""
     config = tmp_path / "vault.yaml"
     config.write_text(
         "version: 1\nkms: {type: vault, url: 'http://127.0.0.1:9', token: canary-token, timeout_seconds: 1}\n"
@@ -205,7 +205,7 @@ def test_with_the_kms_down_no_job_reads(
 
 
 def test_a_kms_that_goes_down_ends_the_job(tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the driver's check. One file waits for the KMS, and no other one, in whichever task."""
+    """After the driver's check. One file waits for the KMS, and no other file, in any task."""
     for number in range(40):
         write_plain(tmp_path / "data", f"part-{number:02}.parquet")
     asked: list[str] = []
@@ -454,7 +454,7 @@ def test_the_driver_has_each_distinct_wrapped_key_rewrapped_once(
     report = pipelines.rotate(spark, folder, config, moves={"pii": "new"})
     assert report.outcomes == {"rotated": 6, "nothing to rotate": 1}
     assert report.kms_keys["rewrap"] == 1
-    # Only files that have something to rotate are opened again.
+    # Only files with keys to rotate are opened again.
     assert spark.partitions == [7, 6]
     again = no_spark()
     assert pipelines.rotate(again, folder, config, moves={"pii": "new"}).outcomes == {"nothing to rotate": 7}
@@ -481,7 +481,7 @@ def test_what_the_configuration_says_of_rotations_holds(encrypted: tuple[Keytool
     config.write_text(config.read_text() + "rotation: {moves: {pii: new}}\n")
     (row,) = pipelines.rotate(no_spark(), folder, config).rows()
     assert [(key["master_key"], key["new_master_key"]) for key in row["keys"]] == [("pii", "new")]
-    # What a caller says is stronger.
+    # Arguments take precedence.
     (row,) = pipelines.rotate(no_spark(), folder, config, moves={"footer": "new"}).rows()
     assert [(key["master_key"], key["new_master_key"]) for key in row["keys"]] == [("footer", "new")]
     assert [path.name for path in folder.iterdir()] == ["part-0.parquet"]

@@ -1,4 +1,4 @@
-"""What a session is configured with; nothing here starts Java."""
+"""The configuration of a session; nothing here starts Java."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_data_keys_alone_are_no_use_to_spark(tmp_path: Path) -> None:
 
 
 class Builder:
-    """What `configure` needs of a builder."""
+    """The part of a builder that `configure` needs."""
 
     def __init__(self, **options: str) -> None:
         self._options: dict[str, Any] = {name.replace("_", "."): value for name, value in options.items()}
@@ -112,11 +112,11 @@ def test_configure_comes_before_spark(file: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class FakeSession:
-    """What `configure_session` needs of a session that runs.
+    """The part of a running session that `configure_session` needs.
 
     Args:
         hadoop: Its Hadoop configuration.
-        takes_jars: Whether the class loader of its driver does.
+        takes_jars: Whether its driver's class loader accepts jars.
         finds_class: Whether Hadoop finds our class, with the jar.
     """
 
@@ -182,7 +182,7 @@ def test_a_session_that_runs_gets_all_settings_and_the_jar(file: Path) -> None:
     assert configure_session(as_session(spark), file, jar="/ours.jar") is as_session(spark)
     expected = hadoop(session_settings(file, jar="/ours.jar", python="/p"))
     assert expected.pop("spark.jars") == "/ours.jar"
-    # A session that runs takes no extension.
+    # A running session accepts no extension.
     assert expected.pop("spark.sql.extensions") and spark.checked == [spark._jsparkSession]
     protocol = expected.pop("spark.sql.streaming.commitProtocolClass")
     assert spark.settings["spark.sql.streaming.commitProtocolClass"] == protocol
@@ -214,7 +214,7 @@ def test_a_session_with_another_configuration_is_refused(file: Path) -> None:
 
 
 def connect_session(**settings: str) -> Any:
-    """Return a session of Spark Connect; only a new one shows what its server was started with."""
+    """Return a session of Spark Connect; only a new session shows its server's settings."""
     of_server = SimpleNamespace(get=settings.get)
     seeming = SimpleNamespace(get=lambda name, default: "as the client said")
     return SimpleNamespace(conf=seeming, newSession=lambda: SimpleNamespace(conf=of_server))
@@ -231,7 +231,7 @@ def test_a_server_of_spark_connect_must_have_our_settings(file: Path) -> None:
 
 
 class BuilderOf(Builder):
-    """One that finds a session which is there already, and gives it nothing, as Spark's does."""
+    """Finds a session that exists already, and gives it no settings, as Spark's does."""
 
     def __init__(self, spark: Any, **options: str) -> None:
         super().__init__(**options)

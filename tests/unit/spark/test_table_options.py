@@ -1,4 +1,4 @@
-"""Every setting of a table becomes an option of parquet-java, or an error; nothing is left out."""
+"""Every setting of a table becomes an option of parquet-java, or an error; none is omitted."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_defaults() -> None:
 CHANGES: dict[str, tuple[Any, dict[str, str] | str]] = {
     "footer_key": ("pii", {"footer.key": "pii"}),
     "column_keys": ({"footer": ["id"]}, {"column.keys": "footer:id"}),
-    # Files that are there may be under it; none that Spark writes is.
+    # Existing files may be under it; Spark writes no file under it.
     "also_trusted": (["pii"], {}),
     "unlisted_columns": ("footer_key", {"complete.columns": "true"}),
     "plaintext_columns": (["*"], {"complete.columns": "false"}),
@@ -101,7 +101,7 @@ CHANGES: dict[str, tuple[Any, dict[str, str] | str]] = {
     "key_material": ("external", "left behind when a committer moves"),
     "aad_prefix": ("flights/{file_name}", "an AAD prefix together with keys from a KMS"),
     "store_aad_prefix": (False, "an AAD prefix together with keys from a KMS"),
-    # Who reads is shown digests; what is written stays the same.
+    # Readers see digests; written data stays the same.
     "hash_key": ("digests", {}),
     "shown_columns": (["name"], {}),
     "cache_lifetime_seconds": (5, {"cache.lifetime.seconds": "5"}),
@@ -137,7 +137,7 @@ def test_a_setting_becomes_an_option_or_an_error(name: str) -> None:
 
 
 def test_names_of_options_are_in_lower_case() -> None:
-    """Spark passes some on in lower case, and parquet-java does not find others by that."""
+    """Spark passes some on in lower case, and parquet-java does not find others in lower case."""
     found = options({"column_keys": {"pii": ["name"]}, "unlisted_columns": "footer_key"})
     assert [name for name in found if name != name.lower()] == []
 
@@ -145,7 +145,7 @@ def test_names_of_options_are_in_lower_case() -> None:
 def test_all_columns_with_the_footer_key() -> None:
     found = short(options({"unlisted_columns": "footer_key"}))
     assert found["uniform.key"] == "footer"
-    # parquet-java takes neither of them together with a uniform key.
+    # parquet-java accepts neither of them together with a uniform key.
     assert not {"footer.key", "column.keys", "complete.columns"} & found.keys()
 
 
@@ -176,7 +176,7 @@ def test_column_names_that_cannot_be_listed(name: str) -> None:
     schema = t.StructType([t.StructField(name, t.LongType()), t.StructField("id", t.LongType())])
     with pytest.raises(UnsupportedBySparkError, match="cannot hold the column name"):
         options({"column_keys": {"pii": [name.replace("${", "$${")]}}, schema)
-    # Without a key of its own it stands in no list of parquet-java's.
+    # A column without its own key is in no list of parquet-java's.
     found = options({"column_keys": {"pii": ["id"]}, "unlisted_columns": "footer_key"}, schema)
     assert found["parquet.encryption.column.keys"] == "pii:id"
 
@@ -203,7 +203,7 @@ def test_a_partition_column_under_a_key_is_refused() -> None:
 
 
 def test_variants_are_not_shredded() -> None:
-    """Each file would have other columns, and no table can say their keys."""
+    """Each file would have other columns, and a table could not list their keys."""
     schema = t.StructType([*SCHEMA.fields, t.StructField("v", t.ArrayType(t.VariantType()))])
     option = "spark.sql.variant.infershreddingschema"
     assert options({"column_keys": {"pii": ["name", "v"]}}, schema)[option] == "false"

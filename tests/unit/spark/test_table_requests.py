@@ -1,4 +1,4 @@
-"""What a JVM saw of a file, or plans to write, compared with its table."""
+"""A file that a JVM has read, or plans to write, compared with its table."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_aad_that_is_refused(
         ({"columns": [[["a"], "COLUMN_KEY", "other"]]}, ["'other'", "'pii'"]),
         ({"columns": [[["a"], "FOOTER_KEY", None]]}, ["'footer'", "'pii'"]),
         ({"columns": [[["a"], "PLAINTEXT", None]]}, ["plaintext", "'pii'"]),
-        # Spark makes no difference between these names.
+        # Spark does not distinguish these names.
         ({"columns": [*AS_T, [["A"], "PLAINTEXT", None]]}, ["plaintext", "'pii'"]),
         ({"columns": [*AS_T, [["d"], "COLUMN_KEY", "other"]]}, ["'other'"]),
     ],
@@ -191,7 +191,7 @@ def check_write(
 
 def test_a_write_as_its_table_says_needs_these_master_keys() -> None:
     assert check_write(stored_options()) == check_write(stored_options(), partitions=["m"]) == ["footer", "pii"]
-    # Keys that no column has are not needed.
+    # Keys without columns are not needed.
     table = {"footer_key": "footer", "unlisted_columns": "footer_key"}
     assert check_write(stored_options(table), tables={"t": table}) == ["footer"]
 
@@ -248,7 +248,7 @@ def test_other_columns_than_the_options_were_made_for() -> None:
     ],
 )
 def test_a_new_column_gets_the_key_that_its_table_says(change: dict[str, Any], keys: dict[str, str]) -> None:
-    """The options of the write are from before; a table of one key has them in another form."""
+    """The options of the write are older; a table with one key has them in another form."""
     old = WRITTEN | change | {"column_keys": {"pii": ["a"]}}
     if "plaintext_columns" in change:
         old |= {"plaintext_columns": ["b"]}
@@ -328,7 +328,7 @@ def test_a_file_is_under_the_key_of_its_folder(folders: str, is_own: bool) -> No
 
 
 def footer_in(file: bytes) -> str:
-    """Return the footer of a file in base64; behind a plaintext footer is its signature."""
+    """Return the footer of a file in base64; a plaintext footer is followed by its signature."""
     length = int.from_bytes(file[-8:-4], "little")
     return base64.b64encode(file[-8 - length : -8]).decode()
 
@@ -378,7 +378,7 @@ def test_a_write_has_the_keys_of_its_values() -> None:
 
     options = stored_options(TEMPLATES)
     assert keys_of(options, in_folders="m=x/") == ["footer", "of-x"]
-    # On the driver, only tasks know the values; a stream has no folder yet.
+    # On the driver, the values are unknown: only tasks know them. A stream has no folder yet.
     assert keys_of(options, in_folders="", partitions=["m"]) == keys_of(options) == ["footer"]
     for folders, text in {"": "the write has no value of m", "m=X/": "refuses the value 'X'"}.items():
         with pytest.raises(ConfigurationError, match=text):

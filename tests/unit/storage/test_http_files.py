@@ -1,4 +1,4 @@
-"""Files of web servers, read by ranges over loopback connections; and those of other file systems by their URI."""
+"""Files of web servers, read by ranges over loopback connections; and files of other file systems by their URI."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def keytools() -> Keytools:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves a folder; notes which ranges were asked for."""
+    """Serves a folder; records the requested ranges."""
 
     def __init__(self, folder: Path, *, sends_ranges: bool = True, context: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), functools.partial(Handler))

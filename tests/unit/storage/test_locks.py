@@ -1,4 +1,4 @@
-"""The lock of a folder, with others on the machine."""
+"""The lock of a folder, with other users of the machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def in_folder(folder: Path) -> FileLocation:
 
 @contextmanager
 def child(act: Callable[[], None], *, user: int = 0) -> Iterator[int]:
-    """Fork a process that does something, and then waits until it is killed. Yields when it has done it."""
+    """Fork a process that does something, and then waits until it is killed. Yields when it is done."""
     done, to_parent = os.pipe()
     process_id = os.fork()
     if process_id == 0:
@@ -55,14 +55,14 @@ def child(act: Callable[[], None], *, user: int = 0) -> Iterator[int]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder that others may read, and reach: not below that of pytest, which each pytest that starts closes."""
+    """A folder that others may read and reach: not below pytest's folder, which each pytest run closes."""
     with tempfile.TemporaryDirectory() as made:
         Path(made).chmod(0o755)
         yield Path(made)
 
 
 def test_who_may_only_read_blocks_nobody(folder: Path) -> None:
-    """A lock on the folder itself can be held by anybody who may read it, for ever."""
+    """Anyone who may read the folder could hold a lock on the folder itself, forever."""
 
     def hold_all() -> None:
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
@@ -82,7 +82,7 @@ def test_who_may_only_read_blocks_nobody(folder: Path) -> None:
 
 
 _held = ExitStack()
-"""Never left: its process is killed."""
+"""Never released: its process is killed."""
 
 
 def hold(folder: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_is_no_lock_is_not_followed(
 
 
 def test_a_lock_that_others_may_open_is_made_anew(folder: Path) -> None:
-    """From when all could write to the folder: who only reads it now could hold it for ever."""
+    """From a time when everyone could write to the folder: a reader could hold it forever."""
     (folder / LOCK_NAME).touch()
     (folder / LOCK_NAME).chmod(0o666)
 
@@ -155,7 +155,7 @@ def test_a_lock_that_others_may_open_is_made_anew(folder: Path) -> None:
 
 
 def test_who_writes_to_the_folder_can_take_what_the_superuser_left(folder: Path) -> None:
-    """An operator's process was killed; the owner of the folder goes on."""
+    """An operator's process was killed; the folder's owner continues."""
     os.chown(folder, OTHER, OTHER)
     with child(lambda: hold(folder)):
         pass
@@ -183,7 +183,7 @@ def test_where_all_may_write_each_has_a_lock(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["held", "link", "pipe"])
 @pytest.mark.timeout(60)
 def test_a_lock_that_somebody_else_planted_is_removed(folder: Path, name: str, now: int, kind: str) -> None:
-    """It may be opened by its owner alone, as one of ours; who may do all opens it, and would wait for ever."""
+    """Like our locks, only its owner may open it; root opens it, and would wait forever."""
     folder.chmod(0o1777)
 
     def plant() -> None:

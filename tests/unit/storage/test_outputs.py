@@ -1,4 +1,4 @@
-"""Outputs while others do what they can: links in place of names, files that land meanwhile, processes killed."""
+"""Outputs while others interfere: links in place of names, files that arrive meanwhile, killed processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = ("links and locks", "no links", "no locks")
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the file system can do."""
+    """What the file system supports."""
     if request.param == "no links":
 
         def refused(*_: object, **__: object) -> None:
@@ -60,7 +60,7 @@ def at(path: Path) -> FileLocation:
 def whole_output(
     target: FileLocation, *, check: Callable[[], object] | None = None, **options: Any
 ) -> Iterator[PendingOutput]:
-    """Write a file that takes its place when the block ends, as all writers do."""
+    """Write a file that is put in place when the block ends, as all writers do."""
     with discarded_unless_done(pending_output(target, **options)) as pending:
         yield pending
         pending.commit(check)
@@ -76,7 +76,7 @@ def names(folder: Path) -> list[str]:
 
 
 def at_sync(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    """Do something when the new file is brought to the disk, which may take long."""
+    """Do something while the new file is synced to the disk, which may take long."""
     fsync, done = os.fsync, []
 
     def synced(descriptor: int) -> None:
@@ -92,7 +92,7 @@ def at_sync(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
 
 
 def test_a_link_in_place_of_the_new_file(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was given the mode of the file was what the link led to: a passphrase, for everybody."""
+    """The link's target got the mode of the file: a passphrase, readable by everyone."""
     victim = tmp_path / "passphrase"
     victim.write_bytes(b"secret")
     victim.chmod(0o600)
@@ -144,7 +144,7 @@ def test_a_link_as_target_is_replaced_and_not_followed(tmp_path: Path, keeps_ope
 
 
 def test_a_file_that_anybody_may_have_put_there_says_nothing(tmp_path: Path) -> None:
-    """In a folder that all may write to: else who put it there would own what replaces it."""
+    """In a folder that all may write to: otherwise, the user who put it there would own its replacement."""
     tmp_path.chmod(0o1777)
     (tmp_path / "x").touch()
     os.chown(tmp_path / "x", 65534, 65534)
@@ -177,7 +177,7 @@ def test_owner_and_mode_of_another_version_are_kept(tmp_path: Path, kind: str) -
 def test_a_lost_access_list_takes_the_permissions_of_the_group_along(
     tmp_path: Path, is_copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group bits are the most that anyone in the list has: without the list, the group would have that."""
+    """The group bits are the mask of the list: without the list, the group would have these permissions."""
     path = tmp_path / "x"
     path.touch()
     path.chmod(0o664)
@@ -226,11 +226,11 @@ def test_a_new_file_without_overwrite(tmp_path: Path, kind: str) -> None:
         pytest.fail("the work was begun")
 
 
-# --- compared last ---
+# --- the last comparison ---
 
 
 def land(path: Path, data: bytes) -> None:
-    """Put a file in its place as other writers do."""
+    """Put a file in place as other writers do."""
     new = path.with_name("landing")
     new.write_bytes(data)
     new.rename(path)
@@ -252,7 +252,7 @@ def test_what_lands_while_it_is_synced_stays(tmp_path: Path, kind: str, monkeypa
 
 
 def test_what_lands_after_the_check_stays(tmp_path: Path, kind: str) -> None:
-    """What another writer puts there is looked at once more just before the rename."""
+    """Another writer's file is detected by a last check just before the rename."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
     with (
@@ -271,7 +271,7 @@ def test_a_file_that_is_removed_meanwhile_does_not_come_back(tmp_path: Path, kin
     assert names(tmp_path) == []
 
 
-# --- what is left ---
+# --- leftovers ---
 
 
 def killed_while_writing(path: Path, **options: Any) -> None:
@@ -348,7 +348,7 @@ def test_more_files_than_may_stay_open(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_long_names(tmp_path: Path, kind: str) -> None:
-    """A name of 255 bytes leaves none for more."""
+    """A name of 255 bytes leaves no room for more."""
     path = tmp_path / ("ä" * 120 + "x" * 15)
     for data in (b"first", b"second"):
         with whole_output(at(path)) as pending:
@@ -362,7 +362,7 @@ def test_long_names(tmp_path: Path, kind: str) -> None:
 def test_only_what_is_surely_ours_and_not_written_is_removed(tmp_path: Path) -> None:
     running, unlockable = temporary_name("x"), temporary_name("x", is_locked=False)
     other_machine = re.sub("-[0-9a-f]{8}", "-01234567", temporary_name("x"))
-    kept = [running, unlockable, other_machine, ".x.0123456789ab.tmp"]  # The last one is of somebody else.
+    kept = [running, unlockable, other_machine, ".x.0123456789ab.tmp"]  # The last one belongs to another program.
     for name in kept:
         (tmp_path / name).write_bytes(b"kept")
     link, folder, foreign = (temporary_name(name) for name in ("link", "folder", "foreign"))
@@ -425,7 +425,7 @@ def no_descriptors_leak(tmp_path: Path) -> Iterator[None]:
 
 
 def open_places() -> list[str]:
-    """Return what the descriptors of this process lead to."""
+    """Return the targets of this process's descriptors."""
     found = []
     for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - no path objects
         with contextlib.suppress(FileNotFoundError):

@@ -89,7 +89,7 @@ def test_unknown_scheme() -> None:
 
 
 def test_sub_tree_of_the_local_file_system_is_local(tmp_path: Path) -> None:
-    """Else a file would be written without fsync, and not be mapped when it is read."""
+    """Otherwise, a file would be written without fsync, and not be mapped for reading."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     tree = pafs.SubTreeFileSystem(str(tmp_path / "a"), pafs.LocalFileSystem())
     nested = pafs.SubTreeFileSystem("b", tree)
@@ -172,7 +172,7 @@ def test_reads_ranges(source) -> None:
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 11), (10, 1), (5, -1), (2**63, 1), (0, 2**63)])
 def test_ranges_outside_are_refused(source, offset: int, length: int) -> None:
-    """Slices of Python take negative and too large numbers without a word."""
+    """Python slices accept negative and too large numbers silently."""
     with pytest.raises(ParquetFormatError, match="outside of the file"):
         source.read_at(offset, length)
 
@@ -184,7 +184,7 @@ def test_a_file_that_became_shorter() -> None:
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
-    """Nothing can be mapped of it."""
+    """It cannot be mapped."""
     (tmp_path / "x").touch()
     with open_source(local(tmp_path / "x")) as opened:
         assert opened.size_bytes == 0 and bytes(opened.read_at(0, 0)) == b""
@@ -223,7 +223,7 @@ def test_local_sink_takes_any_order(tmp_path: Path) -> None:
 
 
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pwrite may write less than it is given, at 2 GiB it always does."""
+    """pwrite may write less than requested, and always does at 2 GiB."""
     pwrite = os.pwrite
     monkeypatch.setattr("os.pwrite", lambda fd, data, offset: pwrite(fd, data[:3], offset))
     write_whole(local(tmp_path / "x"), b"0123456789")
@@ -260,11 +260,11 @@ def test_a_folder_cannot_be_opened(tmp_path: Path) -> None:
         _opened(local(tmp_path))
 
 
-# --- whole output ---
+# --- whole outputs ---
 
 
 class Interrupted(BaseException):
-    """As Ctrl-C is: no Exception."""
+    """Like Ctrl-C, it is no Exception."""
 
 
 def mock_filesystem() -> pafs.FileSystem:
@@ -341,7 +341,7 @@ def test_a_full_disk_is_noticed_before_the_work(tmp_path: Path, monkeypatch: pyt
 
 
 def test_limit_of_the_file_size(tmp_path: Path) -> None:
-    """A real ENOSPC-like error of the operating system, in a process whose files may have 1,000 bytes."""
+    """A real error of the operating system, like ENOSPC, in a process whose files may have 1,000 bytes."""
     program = (
         "import resource, signal, sys\n"
         "from parquet_keytools.storage.locations import FileLocation\n"
@@ -360,7 +360,7 @@ def test_limit_of_the_file_size(tmp_path: Path) -> None:
 
 
 def test_the_data_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a crash a name without data would stand where the original was."""
+    """After a crash, a name without data would replace the original."""
     steps: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -380,7 +380,7 @@ def test_the_data_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypa
 
 
 def test_checksums_of_hadoop_go_with_what_they_are_of(tmp_path: Path) -> None:
-    """Else Spark refuses the new file."""
+    """Otherwise, Spark refuses the new file."""
     checksums = tmp_path / ".x.crc"
     for content, stays in ((b"crc\x00\x00\x00\x02\x00abcd", False), (b"somebody's own", True), (b"", True)):
         checksums.write_bytes(content)
@@ -401,7 +401,7 @@ def test_the_folder_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_two_writers_at_a_time(tmp_path: Path) -> None:
-    """Both write under names of their own; the last one wins, whole."""
+    """Both write under their own names; the last one wins, with a complete file."""
     target = local(tmp_path / "x")
     with whole_output(target) as first, whole_output(target) as second:
         for pending, data in ((first, b"first"), (second, b"second")):

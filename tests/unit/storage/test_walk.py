@@ -1,4 +1,4 @@
-"""The walk by itself; what commands make of it stands in tests/tamper/test_walk_matrix.py."""
+"""The walk by itself; for its use in commands, see tests/tamper/test_walk_matrix.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def found(folder: Path, **options: Any) -> dict[str, Any]:
-    """What is found, by its path within the folder."""
+    """The entries found, by their path within the folder."""
     return {
         os.path.relpath(entry.location.path, folder): entry
         for entry in data_set(FileLocation.resolve(folder), **options)
@@ -46,7 +46,7 @@ def files_of(entries: dict[str, Any]) -> set[str]:
 
 
 def test_a_folder_that_breaks_off_while_it_is_listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was listed before counts, and that there may be more."""
+    """The entries listed before count, and the walk reports that there may be more."""
     scandir = os.scandir
 
     class Broken:
@@ -95,14 +95,14 @@ def test_a_folder_that_is_replaced_by_a_file(root: Path) -> None:
 
 @pytest.fixture
 def deep_path() -> Iterator[Path]:
-    """A folder that is removed by a program which does not call itself for each folder."""
+    """A folder that is removed without recursion."""
     path = Path(tempfile.mkdtemp(prefix="keytools-"))
     yield path
     subprocess.run(["rm", "-rf", path], check=True)
 
 
 def make_deep(path: Path, name: str, depth: int) -> int:
-    """Make folders in folders, and return a descriptor of the last one."""
+    """Create nested folders, and return a descriptor of the last one."""
     folder = os.open(path, os.O_RDONLY)
     for _ in range(depth):
         os.mkdir(name, dir_fd=folder)
@@ -170,7 +170,7 @@ def test_a_name_is_not_opened_to_look_for_magic(root: Path, monkeypatch: pytest.
 
 
 class Refusing(MemoryFileSystem):
-    """A store whose client may not list one folder, and remembers what it listed."""
+    """A store whose client may not list one folder, and caches its listings."""
 
     protocol = "refusing"
     store: ClassVar[dict[str, Any]] = {}
@@ -198,7 +198,7 @@ def test_what_fsspec_may_not_list_is_not_left_out_in_silence(refused: type[Excep
 
 
 class Listing(DelegatingHandler):
-    """A file system that lists what it is told to list."""
+    """A file system with a given listing."""
 
     def __init__(self, infos: Callable[[str], list[pafs.FileInfo]]) -> None:
         super().__init__(pafs.LocalFileSystem())
@@ -259,7 +259,7 @@ def test_a_listing_that_was_kept_is_not_believed(monkeypatch: pytest.MonkeyPatch
     assert forgotten == ["/kept"]
 
 
-# --- what is written is read ---
+# --- written files are read ---
 
 
 def tools(**table: Any) -> Keytools:

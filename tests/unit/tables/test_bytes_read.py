@@ -1,4 +1,4 @@
-"""How much of a file is read that pyarrow cannot decrypt: ranges, not the whole."""
+"""How many bytes of a file that pyarrow cannot decrypt are read: ranges, not the whole file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the KMS is asked: keys cost money, and a refused quota stops the whole cluster."""
+"""The number of KMS calls: keys cost money, and an exceeded quota stops the whole cluster."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_32_threads_write_with_one_call_for_each_key(tmp_path: Path, aad_prefix:
     meeting = threading.Barrier(2)
 
     def meet() -> None:
-        """Wait a moment, so that two threads are there at once if they can be."""
+        """Wait a moment, so that two threads can be there at once."""
         with contextlib.suppress(threading.BrokenBarrierError):
             meeting.wait(0.5)
 
@@ -186,7 +186,7 @@ def test_32_threads_write_with_one_call_for_each_key(tmp_path: Path, aad_prefix:
 
 
 def test_32_threads_wait_for_one_load_and_share_its_error(tmp_path: Path) -> None:
-    """The first is inside of the KMS while all others arrive."""
+    """The first thread is inside the KMS while all others arrive."""
     tools, kms = keytools()
     tools.write_table(TABLE, tmp_path / "x.parquet")
     started, go_on = threading.Event(), threading.Event()
@@ -217,7 +217,7 @@ def test_32_threads_wait_for_one_load_and_share_its_error(tmp_path: Path) -> Non
 
 
 def test_keys_for_reading_expire(tmp_path: Path) -> None:
-    """Arrow's own read cache keeps them for ever: whoever lost the permission goes on reading."""
+    """Arrow's own read cache keeps them forever: a reader who lost the permission could still read."""
     clock = TurnedClock()
     tools, kms = keytools(clock)
     path = tmp_path / "x.parquet"
@@ -274,7 +274,7 @@ def test_lifetime_zero_keeps_no_kek(tmp_path: Path, aad_prefix: str | None) -> N
 
 @pytest.mark.parametrize("aad_prefix", [None, "{file_name}"])
 def test_a_refused_wrap_is_asked_for_again(tmp_path: Path, aad_prefix: str | None) -> None:
-    """Arrow keeps a KEK that it could not wrap, unless it is told otherwise."""
+    """By default, Arrow keeps a KEK that it could not wrap."""
     tools, kms = keytools(aad_prefix=aad_prefix)
     kms.fail("refused", "k3")
     with pytest.raises(KmsAccessDeniedError):
@@ -297,7 +297,7 @@ def test_clear_caches(tmp_path: Path) -> None:
 
 
 def test_two_tables_with_other_lifetimes_do_not_share_keks(tmp_path: Path) -> None:
-    """A table that says 60 seconds must not get a KEK of an hour ago."""
+    """A table with a lifetime of 60 seconds must not get a KEK that is an hour old."""
     clock = TurnedClock()
     kms = FaultyKms(MASTER_KEYS)
     table = {"footer_key": "kf", "column_keys": {"k0": ["c0"]}, "unlisted_columns": "plaintext"}
@@ -319,12 +319,12 @@ def test_two_tables_with_other_lifetimes_do_not_share_keks(tmp_path: Path) -> No
     assert kms.call_counts["wrap"] == 6
 
 
-# --- where the KMS is asked from ---
+# --- threads that call the KMS ---
 
 
 @pytest.mark.parametrize("double", [True, False])
 def test_no_thread_of_arrow_asks_the_kms(tmp_path: Path, double: bool) -> None:
-    """An exception there may abort the process; and it would hold one of Arrow's few threads."""
+    """An exception there may abort the process; and the call would block one of Arrow's few threads."""
     for settings in ({}, {"aad_prefix": "{file_name}"}):
         tools, kms = keytools(double_wrapping=double, **settings)
         tools.write_dataset(

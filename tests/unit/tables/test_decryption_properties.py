@@ -1,4 +1,4 @@
-"""Decryption properties for pyarrow's own readers: they know the keys that were unwrapped when they were made."""
+"""Decryption properties for pyarrow's own readers: they have the keys that were unwrapped at their creation."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ CONTENT = bytes(range(100))
 
 
 class Waiting(BufferSource):
-    """A store that answers a request when another one is there, too."""
+    """A store that answers a request only once a second request has arrived."""
 
     both = threading.Barrier(2, timeout=60)
 
@@ -50,7 +50,7 @@ def test_a_stream_is_not_read_to_its_end_after_a_failure(tmp_path: Path) -> None
     keytools = Keytools.from_mapping(
         {"version": 1, "kms": {"type": "in_memory", "keys": ["k"]}, "tables": {"t": table}}
     )
-    # Arrow holds no more than 8 million rows that are not written: far fewer than these.
+    # Arrow holds at most 8 million unwritten rows: far fewer than these.
     batch, most, read = pa.record_batch({"a": range(1_000), "part": ["_hidden"] * 1_000}), 100_000, 0
 
     def batches() -> Iterator[pa.RecordBatch]:

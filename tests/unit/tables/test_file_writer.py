@@ -1,4 +1,4 @@
-"""The streaming writer: one way for every policy, whole or not at all."""
+"""The streaming writer: the same for every policy, and a complete file or none."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ print(peak() - before)
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """Two ways, each 200 MB; the file system holds 64 MiB of what it collects."""
+    """Two ways, each 200 MB; the file system holds 64 MiB of its collected data."""
     path = str(tmp_path / "x.parquet")
     program = _MEMORY.format(tests=str(Path(__file__).parents[2]), path=path)
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""As many row groups, columns and pages as there are ordinals, and no more, whatever encrypts (spec 4.4.2)."""
+"""The maximum number of row groups, columns and pages, set by the ordinals, in each engine (spec 4.4.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets: which files are opened, when, and as what."""
+"""Data sets: which files are opened, when, and with which result."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ WAYS: dict[str, Callable[[Any], object]] = {
 
 @pytest.fixture(scope="module")
 def lake(tmp_path_factory: pytest.TempPathFactory) -> tuple[Keytools, Path]:
-    """A data set of which one file is none."""
+    """A data set with one file that is not Parquet."""
     tools, folder = keytools(), tmp_path_factory.mktemp("lake")
     write(folder, tools)
     file_of(folder, 7).write_bytes(b"nobody looks at it")
@@ -136,7 +136,7 @@ def test_only_the_partition_that_is_asked_for_is_opened(
 
 @pytest.mark.parametrize("arguments", [{"columns": ["b"]}, {"filters": IS_3}, {"columns": ["b"], "filters": IS_3}])
 def test_what_is_opened_at_once(tmp_path: Path, arguments: dict[str, Any], opened: Counter[str]) -> None:
-    """Which columns are in the schema depends on all files that the filters leave."""
+    """The columns in the schema depend on all files that remain after filtering."""
     tools = keytools()
     write(tmp_path, tools, 6)
     dataset = tools.dataset(tmp_path, **arguments)
@@ -216,7 +216,7 @@ def test_folders_that_give_values_to_a_column_that_only_a_later_file_encrypts(tm
 def test_a_file_stays_what_it_was_when_it_was_read_first(
     tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arrow keeps where things lie in a file; nothing else of it is kept here, for long."""
+    """Arrow keeps the layout of a file; we keep nothing else of it for long."""
     monkeypatch.setattr(file_systems, "KEPT_FILES", 1)
     tools = keytools()
     write(tmp_path, tools, 4)
@@ -244,7 +244,7 @@ def test_a_kms_that_comes_back(tmp_path: Path) -> None:
         with pytest.raises(ColumnAccessDeniedError):
             read()
     kms.failure = None
-    # What was being opened ahead of the last of these may still fail.
+    # Files that are being opened ahead of the last one may still fail.
     end = time.monotonic() + 60
     while True:
         try:
@@ -256,7 +256,7 @@ def test_a_kms_that_comes_back(tmp_path: Path) -> None:
 
 
 def test_keks_of_the_same_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow keeps KEKs by id: it would take that of one file for another one."""
+    """Arrow keeps KEKs by id: it would use one file's KEK for another file."""
     tools = keytools()
     monkeypatch.setattr(
         Kek, "generate", classmethod(lambda cls, bits: cls(b"the same for all", SecretBytes.random(bits)))
@@ -340,7 +340,7 @@ def test_nothing_is_left_of_a_data_set(tmp_path: Path) -> None:
     assert rows(dataset) == FILES * 10
     handler = weakref.ref(dataset.filesystem.handler)
     del dataset
-    # Threads of Arrow may be about to let it go.
+    # Threads of Arrow may be about to release it.
     end = time.monotonic() + 60
     while handler() is not None and time.monotonic() < end:
         gc.collect()
@@ -381,7 +381,7 @@ def test_an_altered_page_is_named_by_each_way_to_scan(
 
 
 def test_an_altered_page_between_two_columns_does_not_break_their_scan(tmp_path: Path) -> None:
-    """Arrow reads what lies in a small gap between the columns that it wants."""
+    """Arrow also reads the bytes in a small gap between the requested columns."""
     tools = keytools(unlisted_columns="footer_key")
     table = TABLE.append_column("c", TABLE["a"])
     damaged = tmp_path / "x.parquet"
@@ -423,7 +423,7 @@ def test_no_method_of_pyarrow_is_forgotten() -> None:
 
 @pytest.mark.parametrize("method", POSITIONAL)
 def test_methods_take_what_those_of_pyarrow_take_by_position(tmp_path: Path, method: str) -> None:
-    """Whoever passes another argument of a scan by position got a TypeError."""
+    """Scans with positional arguments raised a TypeError."""
     given = POSITIONAL[method]
     parameters = list(inspect.signature(getattr(ds.FileSystemDataset, method)).parameters.values())[1:]
     by_position = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -451,7 +451,7 @@ def test_methods_take_what_those_of_pyarrow_take_by_position(tmp_path: Path, met
 
 
 def test_a_scanner_is_taken_for_data(tmp_path: Path) -> None:
-    """Its reader is ours: pyarrow's own would hang where a thread of Arrow opens the next file."""
+    """Its reader is ours: pyarrow's own would hang when a thread of Arrow opens the next file."""
     tools = keytools()
     dataset = tools.dataset(write(tmp_path / "d", tools, 3))
     tools.write_table(dataset.scanner(columns=["a"]), tmp_path / "x.parquet")

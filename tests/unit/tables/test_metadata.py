@@ -1,4 +1,4 @@
-"""`Keytools.schema` and `Keytools.metadata`: what a footer says, as pyarrow reads it with the keys."""
+"""`Keytools.schema` and `Keytools.metadata`: a footer's contents, as pyarrow reads it with the keys."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_refused_columns_are_errors_or_hidden(tmp_path: Path, aad_prefix: str | 
     hiding = tools(kms, reading={"denied_columns": "hide"}, aad_prefix=aad_prefix)
     assert hiding.schema(path).names == ["b", "c", "i"]
     assert hiding.metadata(path).num_columns == 3
-    # As the data set of it.
+    # Like its data set.
     assert hiding.dataset(path).schema.names == ["b", "c", "i"]
 
 

@@ -1,4 +1,4 @@
-"""Columns from the names of folders and files have the types that pyarrow gives them for plaintext files."""
+"""Columns from folder and file names have the types that pyarrow gives them for plaintext files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NULL = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass
 class Case:
-    """Where files are, and how pyarrow reads them."""
+    """The location of files, and how pyarrow reads them."""
 
     names: list[str]
     partitioning: Any = "hive"
@@ -119,7 +119,7 @@ def test_data_sets_know_their_partitioning(case: Case, keytools: Keytools, tmp_p
     for other in [dataset, *others]:
         assert isinstance(other, ds.FileSystemDataset)
         assert type(other.partitioning) is type(plain.partitioning)
-        if case.schema is None:  # Else pyarrow takes all of it for columns of folders.
+        if case.schema is None:  # Otherwise pyarrow treats all of it as columns of folders.
             assert other.partitioning.schema == plain.partitioning.schema
             assert list(map(str, other.partitioning.dictionaries)) == list(
                 map(str, plain.partitioning.dictionaries)

@@ -73,7 +73,7 @@ def test_keys_of_the_named_columns_alone_are_unwrapped(tmp_path: Path) -> None:
     decryption = tools(COLUMNS, kms).polars_decryption(path, columns=["a", "c"])
     scan = pl.scan_parquet(path, decryption=decryption)
     assert scan.select("a", "c").collect().equals(pl.from_arrow(TABLE.select(["a", "c"])))
-    # Polars says so, and shows no nulls in its place.
+    # Polars raises an error, and shows no nulls instead.
     with pytest.raises(pl.exceptions.ComputeError):
         scan.collect()
 
@@ -94,7 +94,7 @@ def test_a_refused_key_is_an_error_before_polars_reads(columns: list[str] | None
 
 @pytest.mark.parametrize("stores", [True, False], ids=["stored", "supplied"])
 def test_a_file_with_another_prefix_is_refused_by_both(stores: bool, tmp_path: Path) -> None:
-    """Two files under one data key that the caller manages: their prefix is what tells them apart."""
+    """Two files under one data key that the caller manages: their prefix distinguishes them."""
     document = {
         "version": 1,
         "data_keys": {"kd": base64.b64encode(MASTER_KEYS["ka"]).decode()},
@@ -163,7 +163,7 @@ def test_the_file_is_compared_with_its_table(tmp_path: Path) -> None:
 
 
 def test_what_polars_does_not_check(tmp_path: Path) -> None:
-    """As the page says: it reads a plaintext file in place of the encrypted one, and refuses all others."""
+    """As documented: it reads a plaintext file in place of the encrypted one, and refuses all others."""
     path, other = tmp_path / "x.parquet", tmp_path / "y.parquet"
     keytools = tools(COLUMNS)
     keytools.write_table(TABLE, path)

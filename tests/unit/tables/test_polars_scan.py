@@ -1,4 +1,4 @@
-"""What a lazy frame of Polars asks of the data set."""
+"""What a lazy frame of Polars requests from the data set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLE = pa.table({"id": range(10), "name": [f"n{row}" for row in range(10)]})
 
 
 class Asked:
-    """A data set in memory, and the options that it is scanned with."""
+    """An in-memory data set, and the options of its scans."""
 
     schema = TABLE.schema
 
@@ -109,7 +109,7 @@ def test_an_altered_page_is_named(keytools: Keytools, folder: Path, engine: Any,
     with pytest.raises(DecryptionError, match=r"data page.*'name'.*does not authenticate") as caught:
         frame.select("name").collect(engine=engine)
     assert caught.value.path == str(altered)
-    # Nothing of that column is read for others, and nothing of that file for other folders.
+    # No byte of that column is read for other columns, and none of that file for other folders.
     assert frame.select("id", "n").collect(engine=engine).height == FILES * (6 if is_filtered else len(TABLE))
     assert frame.filter(pl.col("n") != 1).collect(engine=engine).height == 2 * (6 if is_filtered else len(TABLE))
 

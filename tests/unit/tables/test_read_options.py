@@ -1,4 +1,4 @@
-"""Options of pyarrow, lists of files and globs: the same for files, folders and data sets."""
+"""pyarrow's options, lists of files and globs: the same for files, folders and data sets."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_commands_take_lists_and_globs(tmp_path: Path, tools: Keytools, config: 
         assert sorted(path.name for path in plain.iterdir()) == ["a.parquet", "b.parquet"]
         assert "Encrypted 2 files" in run("encrypt", *sorted(plain.iterdir()), again)
     assert "2 rekeyed" in run("rekey", glob, "--in-place")
-    # Only what is named.
+    # Only the named files.
     run("decrypt", tmp_path / "[b].parquet", tmp_path / "only")
     assert [path.name for path in (tmp_path / "only").iterdir()] == ["b.parquet"]
     run("rotate", *both, "--undo", status=2)

@@ -1,4 +1,4 @@
-"""What may be given to be written: whatever has rows, by whichever library."""
+"""Objects that can be written: anything with rows, from any library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`read_table` fetches keys of the columns that it reads or filters by, and of no others."""
+"""`read_table` fetches only the keys of columns that it reads or filters by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of writing mean what they mean to pyarrow, or are refused, whichever engine encrypts."""
+"""Write options have pyarrow's meaning, or are refused, whichever engine encrypts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_option_means_what_it_means_to_pyarrow(
 ) -> None:
     keytools.write_table(make(), path, **options)
     assert row_groups(keytools, path) == expected
-    if options.get("row_group_size") != 2**70:  # Which is too much for pyarrow.
+    if options.get("row_group_size") != 2**70:  # This is too much for pyarrow.
         plain = path.with_name("plain.parquet")
         pq.write_table(TABLE, plain, **options)
         metadata = pq.read_metadata(plain)

@@ -1,4 +1,4 @@
-"""What arrives through `filesystem()` is encrypted or refused, and what is refused leaves nothing."""
+"""Files that arrive through `filesystem()` are encrypted or refused, and a refused file leaves nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tools(kms: InMemoryKms | None = None, *, reading: dict[str, Any] | None = No
 
 @pytest.fixture
 def places(tmp_path: Path) -> Path:
-    """A folder `stage` with what must not arrive in `lake` as it is."""
+    """A folder `stage` with files that must not arrive in `lake` unchanged."""
     (tmp_path / "stage/deep").mkdir(parents=True)
     (tmp_path / "lake").mkdir()
     pq.write_table(TABLE, tmp_path / "stage/plain.parquet")
@@ -76,7 +76,7 @@ def streamed(filesystem: Any, old: str, new: str) -> None:
 
 
 Way = Callable[[Any, str, str], Any]
-# Without threads: after one file has failed, they would go on with the others for a moment.
+# Without threads: after one file has failed, they would continue with the others for a moment.
 WAYS: dict[str, Way] = {
     "cp": lambda filesystem, old, new: filesystem.cp(old, new, recursive=True),
     "copy": lambda filesystem, old, new: filesystem.copy(old, new, recursive=True),
@@ -141,10 +141,10 @@ def test_nothing_arrives_in_plaintext(places: Path, way: str, plaintext_files: s
             assert content[-4:] == b"PARE" or (not content and path.name.startswith("_")), (name, path)
             assert keytools.verify_file(path).conforms
             path.unlink()
-        # The mapper of fsspec makes folders itself, before it writes.
+        # fsspec's mapper creates folders itself, before it writes.
         if refused and name not in ("", "deep") and way != "mapper":
             assert is_soon_empty(places / "lake"), name
-        # Arrow may still remove what it made.
+        # Arrow may still remove its folders.
         shutil.rmtree(places / "lake", ignore_errors=True)
         (places / "lake").mkdir(exist_ok=True)
     kept = {path.relative_to(places / "stage").as_posix() for path in files_in(places / "stage")}

@@ -57,7 +57,7 @@ EPOCH = datetime.datetime(1970, 1, 1)
 
 
 def hexed(kind: str, canonical: bytes | str) -> str:
-    """Recompute a digest as docs/views.md says."""
+    """Recompute a digest as described in docs/views.md."""
     data = canonical.encode() if isinstance(canonical, str) else canonical
     return hmac.new(SECRET, kind.encode() + b"\0" + data, "sha256").digest()[:16].hex()
 
@@ -260,7 +260,7 @@ def test_equal_values_join_whatever_their_width(tmp_path: Path) -> None:
     }
 
 
-# --- who sees what ---
+# --- visibility by reader ---
 
 
 def test_readers_see_digests(people: ViewCase) -> None:
@@ -288,7 +288,7 @@ def test_engines_that_compare_with_the_schema_of_arrow_read_digests(people: View
     path = people.encrypt(parquet_bytes(table))
     plain = tmp_path / "view.parquet"
     plain.write_bytes(people.keytools(denied_columns="hash").open(path).read())
-    # Engines differ in what they make of maps.
+    # Engines represent maps differently.
     names = [name for name in (*nested, *lists) if name != "map"]
     expected = {name: [digested(value) for value in table[name].to_pylist()] for name in names}
     expected |= {name: table[name].to_pylist() for name in ("when", "struct")}
@@ -618,7 +618,7 @@ CLASSES = {"payment": {"key": "secret", "denied": "hash"}, "pii": {"key": "publi
 
 
 def class_case(folder: Path, table: dict[str, Any], **more: Any) -> tuple[ViewCase, Callable[..., Keytools]]:
-    """Return a case, and what makes a `Keytools` whose class `payment` has digests."""
+    """Return a case, and a factory of `Keytools` with digests for the class `payment`."""
     case = hash_case(folder, table, **{"classes": CLASSES, **more})
 
     def tools(**reading: Any) -> Keytools:
@@ -633,7 +633,7 @@ def class_case(folder: Path, table: dict[str, Any], **more: Any) -> tuple[ViewCa
     "table",
     [
         {"labels_from": [{"columns": {"id": "payment", "name": "payment", "deep": "payment", "seat": "pii"}}]},
-        # The labels came with the data: readers only know the key.
+        # The labels came with the data: readers know only the key.
         {"labels_from": [{"arrow": {}}], "unlabelled": "pii"},
         {"labels_from": [{"columns": {"seat": "pii"}}], "unlabelled": "payment"},
         {"column_keys": {"secret": ["id", "name", "deep"], "public": ["seat"]}},
@@ -654,7 +654,7 @@ def test_readers_see_digests_of_the_columns_of_a_class(tmp_path: Path, table: di
     assert b"PLAIN" not in keytools.open(path).read()
     with pytest.raises(KeytoolsError):
         keytools.decrypt_file(path, tmp_path / "y.parquet")
-    # What the table shows explicitly is shown.
+    # Columns that the table shows explicitly are shown.
     case.table["shown_columns"] = ["name"]
     assert tools().read_table(path)["name"].to_pylist() == PEOPLE["name"].to_pylist()
     # A refused key is an error.

@@ -1,4 +1,4 @@
-"""Other libraries write through the file system: every policy, keys for each file, and values that come back."""
+"""Other libraries write through the file system: every policy, keys for each file, and values that round-trip."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _pyarrow(frame: pd.DataFrame, folder: Path, filesystem: Any) -> None:
 
 
 def _dask(frame: pd.DataFrame, folder: Path, filesystem: Any) -> None:
-    # Here, for it takes a second, which each process that collects the tests would spend.
+    # Imported here because it takes a second in each process that collects the tests.
     import dask
     import dask.dataframe as dd
 

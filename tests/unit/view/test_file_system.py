@@ -1,4 +1,4 @@
-"""The fsspec file system: whatever is written through it is encrypted, or not there."""
+"""The fsspec file system: everything written through it is encrypted, or absent."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_a_file_that_is_never_closed_is_missed_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     filesystem = tools().filesystem()
     path = tmp_path / "x.parquet"
-    # Python's own files would be whole after this: whoever relies on that must not lose rows in silence.
+    # Python's own files would be complete after this: code that relies on that must not lose rows silently.
     pl.from_arrow(TABLE).write_parquet(filesystem.open(str(path), "wb"))  # type: ignore[union-attr]
     gc.collect()
     assert files_in(tmp_path) == []
@@ -222,7 +222,7 @@ def test_a_file_that_is_bound_to_its_name_is_readable_under_another_one(
     old, new = str(tmp_path / "x.parquet"), str(tmp_path / "new" / "y.parquet")
     filesystem.pipe_file(old, _plain())
     (tmp_path / "new").mkdir()
-    filesystem.pipe_file(new, _plain(TABLE.slice(50)))  # With key material of its own.
+    filesystem.pipe_file(new, _plain(TABLE.slice(50)))  # With its own key material.
     methods = {"arrow move": filesystem.arrow.move, "arrow copy": filesystem.arrow.copy_file}
     (methods.get(method) or getattr(filesystem, method))(old, new)
     assert keytools.read_table(new).equals(TABLE) and keytools.verify_file(new).conforms
@@ -300,7 +300,7 @@ def test_a_folder_with_a_name_that_is_not_utf8_is_not_listed(tmp_path: Path, nam
 
 
 def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsspec leaves such folders out, and says nothing: rows would be missing."""
+    """fsspec silently omits such folders: rows would be missing."""
     view = folder_with(tmp_path, b"c.parquet")
     assert view.glob("**/*.parquet") == ["c.parquet"]
     assert view.glob("nothing/*.parquet") == []
@@ -366,7 +366,7 @@ def test_a_file_system_does_not_show_the_secrets_of_its_configuration(
         shown.append(str(caught.value))
         for text in shown:
             assert not any(secret in text for secret in (SECRET, SECRET[:10], KEY))
-        # What is shown makes no other file system that would ask the KMS with a wrong secret.
+        # A shown configuration creates no other file system that would call the KMS with a wrong secret.
         (shown_config,) = [made.storage_options.get("config"), *made.storage_args][:1]
         shown_config = shown_config or made.storage_args[0]
         assert shown_config["tables"] == config["tables"]

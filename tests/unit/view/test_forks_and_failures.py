@@ -1,4 +1,4 @@
-"""Files that are being written when a process forks, or when an exception is on its way."""
+"""Files that are being written when a process forks, or when an exception is raised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLE = pa.table({"a": range(1_000), "b": [f"value {number}" for number in range
 
 
 def tools(way: str = "pyarrow") -> Keytools:
-    # What pyarrow cannot do is done by the module encryptor.
+    # The module encryptor does what pyarrow cannot do.
     columns = ["*"] if way == "pyarrow" else ["b"]
     table = {"footer_key": "kf", "column_keys": {"kb": columns}, "unlisted_columns": "footer_key"}
     document = {"version": 1, "kms": {"type": "in_memory", "keys": ["kf", "kb"]}, "tables": {"t": table}}
@@ -32,7 +32,7 @@ def tools(way: str = "pyarrow") -> Keytools:
 
 
 def in_child(work: Callable[[], object]) -> None:
-    """Do something in a forked child that ends as a program does, with its objects destroyed."""
+    """Run a function in a forked child that ends as a program does, with its objects destroyed."""
     child = os.fork()
     if not child:
         status = 1
@@ -70,7 +70,7 @@ def test_a_child_leaves_what_its_parent_collects(
         refused(held[0].close)
         held.clear()
         gc.collect()
-        # What it opens itself is its own.
+        # Files that it opens itself are its own.
         with filesystem.open(str(tmp_path / "own.parquet"), "wb") as own:
             own.write(data)
 
@@ -121,7 +121,7 @@ def test_a_child_leaves_the_writer_of_its_parent(tmp_path: Path, way: str) -> No
     result = held[0].close()
     assert result is not None and result.engine == {"modules": "module encryptor"}.get(way, way)
     assert keytools.read_table(tmp_path / "x.parquet").equals(pa.concat_tables([TABLE, TABLE]))
-    # Neither did a child end the file, which would leave its end in the middle.
+    # No child completed the file, either: its end would be in the middle.
     with keytools.writer(tmp_path / "y.parquet", TABLE.schema) as other:
         other.write(TABLE)
         other.write(TABLE)

@@ -23,7 +23,7 @@ GLOB_EDGE_CASES_TESTS["argvalues"][:] = sample(GLOB_EDGE_CASES_TESTS["argvalues"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Take one place for a test, and the next one for the next test; all of them in a soak."""
+    """Use one place for a test, and the next one for the next test; in a soak, all of them."""
     if "place" in metafunc.fixturenames:
         assert metafunc.cls is not None
         number = sorted(vars(metafunc.cls.__mro__[1])).index(metafunc.function.__name__)
@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class Payload(io.BytesIO):
-    """What a test writes; the file below gets it as a Parquet file."""
+    """The payload of a test; the file below receives it as a Parquet file."""
 
     def __init__(self, below: Any) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Payload(io.BytesIO):
 
 
 def with_payloads(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a file system whose `open` takes any bytes."""
+    """Return a file system whose `open` accepts any bytes."""
     opened = filesystem._open
 
     def opening(path: str, mode: str = "rb", **options: Any) -> Any:
@@ -60,7 +60,7 @@ def with_payloads(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Fixtures(abstract.AbstractFixtures):
-    """The file system under test, and where it is tested."""
+    """The file system under test, and its place."""
 
     @pytest.fixture
     def fs(self, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
@@ -74,7 +74,7 @@ class Fixtures(abstract.AbstractFixtures):
         (tmp_path / "lake").mkdir()
         MemoryFileSystem.store.clear()
         MemoryFileSystem.pseudo_dirs[:] = [""]
-        # The tests write into folders that are not there.
+        # The tests write into folders that do not exist.
         local = LocalFileSystem(auto_mkdir=True)
         made = {
             "local": lambda: keytools.filesystem(filesystem=local),

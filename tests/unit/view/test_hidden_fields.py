@@ -1,4 +1,4 @@
-"""Readers who may not read every column see only fields that are known to hold nothing of the others."""
+"""Readers who may not read every column see only fields that are known to reveal nothing about the others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> ViewCase:
 
 
 def planted(case: ViewCase) -> Path:
-    """Return a file with planted values in each field that is not known."""
+    """Return a file with planted values in each unknown field."""
     return case.encrypt(source(case.folder), "x.parquet")
 
 
@@ -105,6 +105,6 @@ def test_unknown_fields_survive_for_readers_who_may_read_all(case: ViewCase) -> 
     plain = with_footer(plain_bytes(), plant_everywhere)
     data = whole(case.view(case.encrypt(plain)))
     if not case.table["plaintext_footer"]:
-        # What a plaintext footer must not show is not in such a file at all.
+        # Fields that a plaintext footer must not show are not in such a file at all.
         assert data.count(CANARY) == plain.count(CANARY)
     assert pq.read_table(pa.BufferReader(data)).num_rows == 100

@@ -1,4 +1,4 @@
-"""Links below `filesystem()` and views: removed and moved as links, followed for reading, and never in circles."""
+"""Links below `filesystem()` and views: removed and moved as links, followed for reading, never in circles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def keytools() -> Keytools:
 
 @pytest.fixture
 def lake(tmp_path: Path, keytools: Keytools) -> Path:
-    """A folder `job` with links of every kind, and the folder `archive` that some of them lead to."""
+    """A folder `job` with links of every kind, and the folder `archive`, the target of some of them."""
     for name in ("archive/deep", "job/sub"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("archive/precious", "archive/deep/precious", "job/a", "job/sub/b"):
@@ -97,7 +97,7 @@ def test_what_links_lead_to_stays(lake: Path, keytools: Keytools, kind: str, rem
     filesystem, start = FILE_SYSTEMS[kind](keytools, lake)
     REMOVALS[removal](filesystem, f"{start}job")
     assert archived(lake) == ARCHIVED
-    # pyarrow's own handler passes over links that lead nowhere.
+    # pyarrow's own handler skips dangling links.
     spared = {"nowhere", "self"} if removal.startswith("pyarrow's") or kind == "dir" else set()
     assert set(names(lake / "job")) <= spared
     assert (lake / "job").exists() is ("contents" in removal)

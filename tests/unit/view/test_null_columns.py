@@ -1,4 +1,4 @@
-"""`denied_columns: null`: refused columns are null, and the schema is the same for everybody."""
+"""`denied_columns: null`: refused columns are null, and the schema is the same for all readers."""
 
 from __future__ import annotations
 

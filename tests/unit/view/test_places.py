@@ -1,4 +1,4 @@
-"""Any file system below `filesystem()`: what is written, read, listed and removed is where it is without us."""
+"""Any file system below `filesystem()`: files are written, read, listed and removed where they are without us."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def keytools() -> Keytools:
 
 @pytest.fixture(autouse=True)
 def current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A current folder in which nothing may appear that is not meant for it."""
+    """A current folder in which no unexpected file may appear."""
     (tmp_path / "current").mkdir()
     monkeypatch.chdir(tmp_path / "current")
     empty_memory()
@@ -49,7 +49,7 @@ def empty_memory() -> None:
 
 
 class Handler(pafs.FileSystemHandler):
-    """A file system of somebody else, whose paths are absolute and which is not local."""
+    """A third-party file system whose paths are absolute and which is not local."""
 
     def __init__(self) -> None:
         self.local = pafs.LocalFileSystem()
@@ -176,7 +176,7 @@ PLACES: dict[str, tuple[Make, str]] = {
 
 
 def write_and_remove(filesystem: Any, start: str) -> list[tuple[str, Any]]:
-    """Do what people do with a file system of pyarrow or fsspec; return what was seen."""
+    """Do what people do with a file system of pyarrow or fsspec; return the results."""
     seen: list[tuple[str, Any]] = []
     arrow = filesystem
     if not isinstance(filesystem, pafs.FileSystem):
@@ -214,7 +214,7 @@ def underneath(tmp_path: Path, filesystem: Any) -> list[str]:
     return [*in_tree(tmp_path), *in_memory(tmp_path), *mock]
 
 
-# pyarrow cannot list what these name in another way than they were asked for.
+# pyarrow cannot list file systems that return other names than requested.
 ONLY_WITH_US = {"memory, relative", "derived from local", "derived from local, absolute"}
 
 
@@ -465,7 +465,7 @@ def test_copies_by_pickle_are_equal(tmp_path: Path, place: str, monkeypatch: pyt
 
 
 class Interrupted(LocalFileSystem):
-    """A local file system in which another thread does something while the folder `set` is looked for."""
+    """A local file system in which another thread acts while the folder `set` is looked up."""
 
     meanwhile: Callable[[], None] | None = None
 

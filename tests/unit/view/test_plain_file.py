@@ -1,4 +1,4 @@
-"""One encrypted file as plaintext: what is decrypted, what is refused, what is read for it."""
+"""One encrypted file as plaintext: decrypted ranges, refused columns, and the bytes read for them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_ranges_outside_of_the_file_are_refused(case: ViewCase) -> None:
 
 
 class CountedSource:
-    """A source that notes what is read."""
+    """A source that records its reads."""
 
     def __init__(self, source: Any) -> None:
         self.path, self.size_bytes, self.source = source.path, source.size_bytes, source
@@ -156,7 +156,7 @@ def test_a_page_in_the_middle_takes_little_more(case: ViewCase, monkeypatch: pyt
     start, length = found[-2]
     file, source = counted(monkeypatch, case, path)
     file.read_at(start, length)
-    # The page, and the offset index, which says where it is in the chunk.
+    # The page, and the offset index, which has the page's position in the chunk.
     assert len(source.reads) == 2 and sum(read for _, read in source.reads) < length + 2_000
     file.read_at(start + 5, 10)
     assert len(source.reads) == 3
@@ -330,7 +330,7 @@ def test_to_read_a_refused_column_is_an_error(case: ViewCase) -> None:
 
 
 class _AsFile:
-    """The least that pyarrow needs of a file."""
+    """The minimum that pyarrow needs of a file."""
 
     closed = False
 
@@ -427,6 +427,6 @@ def test_storage_that_fails_is_one_error_that_names_the_file(case: ViewCase, err
         else:
             break
     assert 3 < fails_at < 30
-    # Nothing of the failure is kept.
+    # No state of the failure remains.
     files.fails_at, files.reads = 10**9, 0
     assert pq.read_table("x.parquet", filesystem=view).equals(TABLE)

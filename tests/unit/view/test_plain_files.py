@@ -1,4 +1,4 @@
-"""Views that were opened are kept, and no longer than they are right."""
+"""Opened views are cached, but no longer than they are valid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_file_is_opened_once_and_again_when_it_was_replaced(case: ViewCase) ->
     second = files.open(location)
     assert second is not first
     assert bytes(second.read_at(0, second.size_bytes)) != before
-    # Who has it open reads the file that was opened.
+    # A reader who has it open reads the file that was opened.
     assert bytes(first.read_at(0, first.size_bytes)) == before
 
 
@@ -50,7 +50,7 @@ def test_nothing_is_kept_longer_than_keys(case: ViewCase) -> None:
 
 
 def test_a_view_that_nobody_has_is_gone_at_once(case: ViewCase) -> None:
-    """It has a file open, and what it decrypted is in the cache."""
+    """It has a file open, and its decrypted data is in the cache."""
     path = case.encrypt(parquet_bytes(pa.table({"a": range(10_000)}), write_page_index=True))
     file = case.view(path)
     file.read_at(0, file.size_bytes)
