@@ -279,8 +279,8 @@ class ExpectedAadPrefix:
     def _hint(self, stored: bytes) -> str:
         if self.any_file_unique and stored + PREFIX_DELIMITER in self.candidates:
             return (
-                "With `reading.file_unique_lengths: any`, a prefix that does not end in NUL has to be that of the "
-                "table: set it as its aad_prefix, or use `exact`."
+                "With `reading.file_unique_lengths: any`, a prefix that does not end in NUL has to be the table's: "
+                "set it as the table's aad_prefix, or use `exact`."
             )
         return "It is another file, or another version of the file, than the requested one."
 

@@ -277,7 +277,7 @@ class Footer:
         elif metadata.has_path(column.path):
             return metadata
         else:
-            wrong = f"the metadata is that of column {'.'.join(metadata.path_in_schema)!r}."
+            wrong = f"the metadata belongs to column {'.'.join(metadata.path_in_schema)!r}."
         name = f"row group {row_group_ordinal}, column {'.'.join(column.path)!r}"
         raise ParquetFormatError(f"{name}: {wrong}", path=self.path)
 

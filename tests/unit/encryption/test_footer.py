@@ -279,7 +279,7 @@ def test_metadata_of_another_column_is_refused() -> None:
         return metadata.serialise() + footer[end:]
 
     footer = read_footer(MemorySource(_with_footer(_plain(), swapped)), None)
-    with pytest.raises(ParquetFormatError, match="row group 0, column 'a': the metadata is that of column 'b'"):
+    with pytest.raises(ParquetFormatError, match="row group 0, column 'a': the metadata belongs to column 'b'"):
         footer.column_metadata({})
 
 

@@ -151,7 +151,7 @@ def test_damage_of_a_plaintext_file_is_not_a_matter_of_keys(denied: str, tmp_pat
         lambda: keytools.schema(file),
         lambda: keytools.encrypt_file(file, tmp_path / "out.parquet"),
     ):
-        with pytest.raises(ParquetFormatError, match="the metadata is that of column 'other'") as caught:
+        with pytest.raises(ParquetFormatError, match="the metadata belongs to column 'other'") as caught:
             read()
         assert "denied_columns" not in str(caught.value)
     assert keytools.read_table(file, columns=["key"]).num_rows == 50
