@@ -46,7 +46,7 @@ from parquet_keytools.config.document import (
     one_of,
 )
 from parquet_keytools.config.labels import Labels
-from parquet_keytools.encryption.aad import BASE64, prefix_bytes
+from parquet_keytools.encryption.aad import BASE64, filled_prefix, prefix_bytes
 from parquet_keytools.errors import AadPrefixError, ConfigurationError
 from parquet_keytools.kms.client import KEY_LENGTHS_BYTES, KmsSettings, StrictSettings
 from parquet_keytools.kms.named import NAME, NamedKmsSettings, split_name, with_name
@@ -413,9 +413,11 @@ class TableSettings(StrictSettings):
 
     def rendered_aad_prefix(self, *, table_name: str, file_name: str) -> str | None:
         """Return the AAD prefix of a file in the form of `prefix_bytes`; None if the table has none."""
-        if self.aad_prefix is None or self.aad_prefix.startswith(BASE64):
-            return self.aad_prefix
-        return self.aad_prefix.format(table_name=table_name, file_name=file_name)
+        if self.aad_prefix is None:
+            return None
+        return filled_prefix(
+            self.aad_prefix, lambda template: template.format(table_name=table_name, file_name=file_name)
+        )
 
     @model_validator(mode="after")
     def _check_rules(self) -> TableSettings:

@@ -52,6 +52,7 @@ from parquet_keytools.format.file_layout import ByteSource
 from parquet_keytools.keys.key_wrapping import FileKeyRetriever, KmsKeys
 from parquet_keytools.runtime.worker_processes import FileWorkers
 from parquet_keytools.storage.locations import FileLocation, open_source
+from parquet_keytools.storage.outputs import written_bytes
 from parquet_keytools.storage.walk import LeftOut, ParquetFile, data_set
 
 _FILES_AT_A_TIME = 8
@@ -425,7 +426,7 @@ def salvage_file(
             str(source),
             str(target),
             data.size_bytes,
-            target.size_bytes(),
+            written_bytes([target]),
             damage.row_groups,
             tuple(ordinal for ordinal in range(damage.row_groups) if ordinal not in readable),
             damage.losses,

@@ -12,7 +12,7 @@ import contextlib
 import hmac
 import os
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -186,6 +186,17 @@ BASE64 = "base64:"
 """Begins the text form of a prefix that is bytes, in configurations, on the command line and in answers."""
 
 
+def filled_prefix(template: str, fill: Callable[[str], str]) -> str:
+    """Return a template whose placeholders are filled, in the form of `prefix_bytes`.
+
+    The name of a file must not decide the form: a copy of `a` named `base64:YQA=` would have the prefix of `a`.
+    """
+    if template.startswith(BASE64):
+        return template
+    text = fill(template)
+    return BASE64 + strict_base64.encode(text.encode()) if text.startswith(BASE64) else text
+
+
 def prefix_bytes(prefix: str | bytes) -> bytes:
     """Return the bytes of an AAD prefix that is given as bytes, as `base64:` with base64 of them, or as text.
 
@@ -279,8 +290,8 @@ class ExpectedAadPrefix:
     def _hint(self, stored: bytes) -> str:
         if self.any_file_unique and stored + PREFIX_DELIMITER in self.candidates:
             return (
-                "With `reading.file_unique_lengths: any`, a prefix that does not end in NUL has to be the table's: "
-                "set it as the table's aad_prefix, or use `exact`."
+                "With `reading.file_unique_lengths: any`, a prefix that does not end in NUL has to be the "
+                "table's: set it as aad_prefix, or use `exact`."
             )
         return "It is another file, or another version of the file, than the requested one."
 

@@ -324,7 +324,7 @@ def decrypt_columns(
 
 
 def authenticate_columns(source: ByteSource, footer: Footer, deks: Deks) -> None:
-    """Decrypt what `decrypt_columns` would, and write nothing; one thread finds the first thing that is wrong."""
+    """Decrypt what `decrypt_columns` would, and write nothing."""
     decrypt_columns(source, _Nowhere(), footer, deks)
 
 

@@ -526,7 +526,8 @@ class FileFilter:
                 # Readers may show the value of the folder, whatever the file has.
                 raise ConfigurationError(
                     f"column {name!r} is in the names of folders, and a filter compares values of files alone.",
-                    hint="Name the folder of the rows in place of this condition.",
+                    hint="Leave this condition out, and name the folder in place of the data set. To remove all "
+                    "rows of a folder, delete the folder.",
                 )
             column = _column_in(schema, name)
             if column is None:

@@ -44,6 +44,7 @@ from parquet_keytools.storage.outputs import (
     check_target,
     discarded_unless_done,
     pending_output,
+    written_bytes,
 )
 from parquet_keytools.storage.walk import LeftOut, ParquetFile, Unseen, all_files, data_set, file_or_folder
 
@@ -260,7 +261,7 @@ def _result(
         str(source),
         str(target),
         source_bytes,
-        target.size_bytes(),
+        target.size_bytes() if skipped else written_bytes([target]),
         skipped=skipped,
         copied=copied,
         plaintext_columns=() if policy is None else policy.plaintext_columns,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from parquet_keytools.format.partial_footers import (
     SPARK_SCHEMA_KEY,
     VisibleKeyValues,
     schema_alone,
+    short_word,
 )
 from parquet_keytools.format.structs import KeyValue
 from parquet_keytools.keys.key_material import KeyMaterial
@@ -253,6 +254,7 @@ def _pandas(known: Any, shown: Collection[str], denied: frozenset[str]) -> Any:
     """Keep index columns and types; the ends of a range index are values."""
     kept: dict[str, Any] = {
         "index_columns": [index for index in known["index_columns"] if isinstance(index, str) and index in shown],
+        "column_indexes": [_labels(level) for level in known.get("column_indexes") or ()],
         "columns": [],
     }
     for column in known["columns"]:
@@ -261,7 +263,21 @@ def _pandas(known: Any, shown: Collection[str], denied: frozenset[str]) -> Any:
             if {column["name"], column["field_name"]} & denied:
                 alone["metadata"] = None
             kept["columns"].append(alone)
-    return kept
+    if isinstance(creator := known.get("creator"), dict):
+        kept["creator"] = _short(creator, ("library", "version"))
+    return kept | _short(known, ("pandas_version",))
+
+
+def _labels(level: Any) -> dict[str, Any]:
+    """Keep the types of column labels, which pandas needs to restore them."""
+    metadata = _short(level.get("metadata") or {}, ("encoding", "timezone"))
+    types = _short(level, ("pandas_type", "numpy_type"))
+    return {"name": None, "field_name": None, **types, "metadata": metadata or None}
+
+
+def _short(known: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Keep entries whose values are short words."""
+    return {name: known[name] for name in names if isinstance(known.get(name), str) and short_word(known[name])}
 
 
 def _geo(known: Any, shown: Collection[str], denied: frozenset[str]) -> Any:

@@ -69,6 +69,8 @@ PLAINTEXT_TABLES_PROPERTY = "keytools.plaintext-tables"
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 
 _METADATA_ENDINGS = (".json", ".json.gz")
+_VERSION_HINT = "version-hint.text"
+_MAX_HINT_BYTES = 4096
 _KEPT_TABLES = 128
 """States of tables that are kept for other FileIOs; each FileIO also keeps the states that it uses."""
 
@@ -457,7 +459,13 @@ class EncryptedFileIO(FileIO):
             except ParquetFormatError as error:
                 if type(error) is not ParquetFormatError:
                     raise
-        table = self._find(location) or self._search(location)
+        table = self._find(location)
+        if table is None and location.endswith(_VERSION_HINT):
+            with self._open_stored(location) as stored:
+                hint = bytes(stored.read(_MAX_HINT_BYTES))
+            if hint.isascii() and hint.decode().strip().isprintable():
+                return io.BytesIO(hint)
+        table = table or self._search(location)
         if table is None:
             return self._open_unknown(location)
         snapshot, length = table.lists.get(location), None

@@ -353,10 +353,12 @@ class _EncryptedProducer(_SnapshotProducer[Any]):
         # Needed only where a manifest is rewritten: an append reads no manifest.
         with self._lock:
             if self._file_row_ids is None:
-                self._file_row_ids = {}
+                row_ids: dict[str, int | None] = {}
                 for manifest, row_id in self.row_ids_of_manifests().items():
                     content = self._read(manifest)
-                    self._file_row_ids.update(row_ids_of_manifest(content, f"manifest {manifest}", row_id))
+                    row_ids |= row_ids_of_manifest(content, f"manifest {manifest}", row_id)
+                # Only when all are read: after a failure, the next commit reads them again.
+                self._file_row_ids = row_ids
             return self._file_row_ids.get(location)
 
 

@@ -14,7 +14,7 @@ from parquet_keytools.config.document import list_of_names
 from parquet_keytools.config.key_policy import ColumnPath, KeyReference, MasterKeyReference, keys_of_value
 from parquet_keytools.config.labels import FieldLabels
 from parquet_keytools.config.settings import Configuration
-from parquet_keytools.encryption.aad import aad_prefixes, expected_aad_prefix
+from parquet_keytools.encryption.aad import aad_prefixes, expected_aad_prefix, filled_prefix
 from parquet_keytools.encryption.protection import Algorithm, ColumnEncryption
 from parquet_keytools.errors import ConfigurationError, UnsupportedBySparkError
 from parquet_keytools.files.field_labels import labels_of_spark
@@ -357,13 +357,13 @@ class TableRequests:
         # An empty option accepts what the file stores.
         if given != "":
             expected = expected_aad_prefix(
-                None if given is None else given.replace("{file_name}", name),
+                None if given is None else filled_prefix(given, lambda text: text.replace("{file_name}", name)),
                 [] if of_table is None else [of_table],
                 any_file_unique=self._configuration.reading.file_unique_lengths == "any",
             )
         prefixes = aad_prefixes(
             expected,
-            b64decode(stored) if stored else None,
+            None if stored is None else b64decode(stored),
             None if file_unique is None else b64decode(file_unique),
             request["file"],
             supply_aad_prefix=supply,

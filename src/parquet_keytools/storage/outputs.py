@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -535,6 +535,20 @@ def check_target(target: FileLocation, *, overwrite: bool) -> None:
         raise OutputError(f"{target} is not a regular file.", hint="Name a file.")
     if not overwrite and kind != pafs.FileType.NotFound:
         raise exists_already(target)
+
+
+def written_bytes(targets: Iterable[FileLocation]) -> int:
+    """Return the total length of files that were just put in their places; raise `OutputError` if one is gone."""
+    size_bytes = 0
+    for target in targets:
+        info = target.info()
+        if info.type != pafs.FileType.File:
+            raise OutputError(
+                f"{target} was written, and was removed or replaced meanwhile.",
+                hint="Find the process that did it, then write the file again.",
+            )
+        size_bytes += info.size or 0
+    return size_bytes
 
 
 def sync_folder(target: FileLocation) -> None:

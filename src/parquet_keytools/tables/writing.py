@@ -32,7 +32,7 @@ from parquet_keytools.files.placement import KeyMaterials, put_in_place
 from parquet_keytools.runtime.threads_and_forks import ExceptionWatch, OwnerProcess, leave_to_parent
 from parquet_keytools.storage.local_files import failing_as_output, refuse_in_child, without_leftovers
 from parquet_keytools.storage.locations import BufferSource, FileLocation
-from parquet_keytools.storage.outputs import PendingOutput, pending_output
+from parquet_keytools.storage.outputs import PendingOutput, pending_output, written_bytes
 from parquet_keytools.storage.walk import all_files
 from parquet_keytools.tables.file_systems import PendingHandler
 from parquet_keytools.tables.properties import ArrowEncryptor, arrow_leaf_paths, arrow_limits
@@ -190,7 +190,7 @@ class EncryptedParquetWriter:
                 put_in_place(self._pending, self._file.finish())
             self._discard()
             engine: Engine = "module encryptor" if self._reasons else "pyarrow"
-            size = self._target.size_bytes()
+            size = written_bytes([self._target])
             self.result = WriteResult(
                 str(self._target), engine, self._reasons, 1, self._rows, size, self._plaintext_columns
             )
@@ -689,7 +689,7 @@ def write_dataset(
     except BaseException:
         handler.discard()
         raise
-    size = sum(file.size_bytes() for file in files)
+    size = written_bytes(files)
     plaintext = policy.plaintext_columns
     return WriteResult(str(folder), engine, tuple(reasons), len(files), sum(rows), size, plaintext)
 

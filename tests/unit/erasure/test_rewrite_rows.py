@@ -380,7 +380,7 @@ def test_a_partition_is_no_column(tmp_path: Path) -> None:
     before = tree_digest(case.folder)
     with pytest.raises(ConfigurationError, match="'tenant' is in the names of folders") as caught:
         case.tools().erase_rows(case.folder, where="a < 100 AND tenant = 'acme'")
-    assert "Name the folder" in caught.value.hint and tree_digest(case.folder) == before
+    assert "name the folder" in caught.value.hint and tree_digest(case.folder) == before
     report = case.tools().erase_rows(case.folder / "tenant=acme", where="a < 100")
     assert [file.rows_removed for file in report.files] == [100]
 

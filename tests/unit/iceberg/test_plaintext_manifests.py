@@ -105,11 +105,14 @@ def test_no_name_makes_a_plaintext_manifest_list_one_that_is_read(lake: Lake, na
     path_of(table.metadata_location).write_text(json.dumps(document))
     with pytest.raises(DecryptionError, match=rf"{name} of snapshot .* it is another file"):
         lake.load().scan().to_arrow()
-    # One that no snapshot has is no metadata file either.
+    # One that no snapshot has is no metadata file and no hint either.
     elsewhere = plaintext.with_name(f"other-{name}")
     plaintext.rename(elsewhere)
     with pytest.raises(NotEncryptedError, match="no key metadata"):
         table.io.read_all(f"file://{elsewhere}")
+    elsewhere.write_text("12\n")
+    if name.endswith(".text"):
+        assert table.io.read_all(f"file://{elsewhere}") == b"12\n"
 
 
 def test_a_metadata_file_is_not_decompressed_without_end(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:

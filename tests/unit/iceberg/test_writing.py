@@ -38,6 +38,7 @@ from parquet_keytools.errors import (
 )
 from parquet_keytools.iceberg import create_table, load_table
 from parquet_keytools.iceberg.key_chain import KeyChanges, as_json
+from parquet_keytools.iceberg.manifests import row_ids_of_manifest
 from parquet_keytools.iceberg.metadata import EncryptionKey
 from parquet_keytools.iceberg.table_audit import TableAudit, located_table
 from parquet_keytools.iceberg.written_files import merged
@@ -149,6 +150,46 @@ def test_row_ids_are_assigned_and_kept(lake: Lake) -> None:
     assert {count: first for count, first in row_ids().items() if count != 3} == {100: 0, 50: 100}
     assert lake.metadata()["next-row-id"] == table.metadata.next_row_id
     assert lake.outside_ids() == [*range(150), 2000, 2001, 2002]
+
+
+def test_a_commit_that_is_repeated_after_a_failed_read_keeps_row_ids(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = lake.create()
+    merge = {"commit.manifest-merge.enabled": "true", "commit.manifest.min-count-to-merge": "2"}
+    for start in (0, 10, 20):
+        table.append(rows(start, start + 10))
+        with table.transaction() as transaction:
+            transaction.set_properties(merge)
+    with table.transaction() as transaction:
+        transaction.remove_properties(*merge)
+    table.append(rows(30, 33))
+    # Of the two manifests, the commit rewrites the one with three files.
+    transaction = table.transaction()
+    producer = transaction.update_snapshot().overwrite()
+    producer.delete_data_file(next(task.file for task in table.scan("id = 5").plan_files()))
+    read = 0
+
+    def row_ids(*arguments: Any) -> Any:
+        nonlocal read
+        read += 1
+        if read == 2:
+            raise OSError("503 Slow Down")
+        return row_ids_of_manifest(*arguments)
+
+    monkeypatch.setattr("parquet_keytools.iceberg.pyiceberg_classes.row_ids_of_manifest", row_ids)
+    with pytest.raises(OSError, match="Slow Down"):
+        producer.commit()
+    producer.commit()
+    transaction.commit_transaction()
+    found = [
+        (entry["data_file"]["record_count"], entry["data_file"]["first_row_id"])
+        for manifest in lake.outsider.manifests(lake.metadata(), lake.metadata()["current-snapshot-id"])
+        for entry in lake.outsider.entries_of(manifest)
+        if entry["status"] != 2
+    ]
+    # Each merged manifest took numbers for all of its rows, also for those that had theirs.
+    assert sorted(found, key=repr) == [(10, 10), (10, 30), (3, None)]
 
 
 def test_sizes_and_bounds_are_those_of_the_encrypted_file(lake: Lake) -> None:

@@ -59,12 +59,13 @@ def prefixes(
     stored: bytes | None = None,
     unique: bytes | None = UNIQUE,
     supply: bool = False,
+    name: str = "f.parquet",
     **more: Any,
 ) -> tuple[list[bytes], bool]:
     def text(data: bytes | None) -> str | None:
         return None if data is None else base64.b64encode(data).decode()
 
-    aad = {"file_name": "f.parquet", "given": given, "stored": text(stored), "file_unique": text(unique)}
+    aad = {"file_name": name, "given": given, "stored": text(stored), "file_unique": text(unique)}
     found = json.loads(answer(aad=aad | {"supply": supply}, **more))
     return [base64.b64decode(prefix) for prefix in found["prefixes"]], found["is_expected"]
 
@@ -77,6 +78,8 @@ def test_the_aad_prefixes_that_a_file_may_have() -> None:
     assert prefixes(supply=True) == ([own, bare], True)
     assert prefixes("x/{file_name}", b"x/f.parquet") == ([b"x/f.parquet"], True)
     assert prefixes("base64:eAA=", supply=True) == ([b"x\0"], True)
+    # The name of a file does not choose the form of the prefix.
+    assert prefixes("{file_name}", supply=True, name="base64:eA==")[0] == [b"base64:eA==\0", b"base64:eA=="]
     # An empty option accepts what is stored, as a table without a prefix does.
     assert prefixes("", b"x") == prefixes(stored=b"x", **u) == ([b"x"], False)
     assert prefixes("") == prefixes(stored=b"", **u) == ([b""], False)

@@ -122,7 +122,7 @@ final class WorkerProcess {
       while (true) {
         int length = answers.readInt();
         if (length < HEADER_LENGTH || length > MOST_BYTES) {
-          reason = " (it printed something that is no answer)";
+          reason = " (it printed to stdout, where only answers may stand)";
           break;
         }
         long id = answers.readLong();
