@@ -26,6 +26,7 @@ KINDS = {
     "prefixes": spark_prefixes_program.main,
     "overwrites": lambda sessions, arguments: spark_overwrites.main(sessions, CLIENTS, arguments),
     "ways": lambda sessions, arguments: spark_ways.main(sessions, CLIENTS, arguments),
+    "stop": lambda sessions, arguments: sessions.stop(),
 }
 
 

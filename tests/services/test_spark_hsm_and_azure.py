@@ -120,8 +120,12 @@ def in_order(table: pa.Table) -> pa.Table:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, spark_cluster: SparkCluster) -> Iterator[Run]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory, spark_driver: SparkDriver, spark_cluster: SparkCluster
+) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("spark-hsm-and-azure")
+    # The session that other tests share would keep the executors.
+    spark_driver.do(kind="stop")
     with pytest.MonkeyPatch.context() as patch, fake_vault(folder / "vault", "footer") as vault:
         vault.add_key("pii", "oct-HSM")
         yield Run(folder, vault, patch, spark_cluster)
