@@ -72,7 +72,6 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         # Collect rarely: it takes a twentieth of the time of the tests.
         gc.set_threshold(5_000, 20, 10)

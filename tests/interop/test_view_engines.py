@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ def month_table(month: int) -> pa.Table:
     )
 
 
-WHOLE = pa.concat_tables([month_table(month) for month in MONTHS])
+@cache
+def all_months() -> pa.Table:
+    return pa.concat_tables([month_table(month) for month in MONTHS])
 
 
 class Lake:
@@ -79,7 +82,7 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lake]:
 def test_pandas(lake: Lake) -> None:
     one = pd.read_parquet("month=2/part.parquet", filesystem=lake.view, columns=["carrier", "id"])
     assert one["carrier"].tolist() == month_table(2)["carrier"].to_pylist()
-    assert pd.read_parquet("", filesystem=lake.view)["id"].sum() == pc.sum(WHOLE["id"]).as_py()
+    assert pd.read_parquet("", filesystem=lake.view)["id"].sum() == pc.sum(all_months()["id"]).as_py()
     filtered = pd.read_parquet("", filesystem=lake.view, filters=[("month", "=", 3), ("id", "<", 40_005)])
     assert filtered["id"].tolist() == list(range(40_000, 40_005))
 
@@ -108,7 +111,7 @@ def test_polars(lake: Lake) -> None:
     assert frame.select(pl.len()).collect().item() == 3 * ROWS
     assert frame.head(3).select("id").collect()["id"].to_list() == [0, 1, 2]
     assert frame.filter(pl.col("carrier").str.ends_with("6")).select(pl.len()).collect().item() == (
-        sum(name.endswith("6") for name in WHOLE["carrier"].to_pylist())
+        sum(name.endswith("6") for name in all_months()["carrier"].to_pylist())
     )
     with lake.keytools.open(lake.encrypted / "month=1/part.parquet") as file:
         assert pl.read_parquet(file).to_arrow().to_pylist() == month_table(1).to_pylist()
@@ -121,7 +124,7 @@ def test_polars_fetches_only_the_keys_of_its_query(lake: Lake) -> None:
     keytools.kms.deny("kb")
     frame = keytools.scan_polars(lake.encrypted)
     assert frame.collect_schema().names() == ["id", "price", "month", "carrier", "legs"]
-    assert frame.select(pl.col("id").sum()).collect().item() == pc.sum(WHOLE["id"]).as_py()
+    assert frame.select(pl.col("id").sum()).collect().item() == pc.sum(all_months()["id"]).as_py()
     with pytest.raises(Exception, match="carrier"):
         frame.filter(pl.col("carrier") == "C1").select("id").collect()
 
@@ -139,7 +142,7 @@ def test_dask(lake: Lake) -> None:
     import dask.dataframe as dd  # takes a second, which each process that collects the tests would spend
 
     frame = dd.read_parquet("month=*/part.parquet", filesystem=lake.view, columns=["id", "carrier"])
-    assert frame["id"].sum().compute(scheduler="threads") == pc.sum(WHOLE["id"]).as_py()
+    assert frame["id"].sum().compute(scheduler="threads") == pc.sum(all_months()["id"]).as_py()
     url = f"keytools://{lake.encrypted}/month=*/part.parquet"
     by_url = dd.read_parquet(url, columns=["price"], storage_options=lake.options)
     assert len(by_url.compute(scheduler="synchronous")) == 3 * ROWS

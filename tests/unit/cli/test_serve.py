@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ from parquet_keytools.serve.served_tree import ServedTree
 
 TABLE = pa.table({"id": list(range(1_000)), "name": [f"person {number}" for number in range(1_000)]})
 
-LONG = pa.table({"name": [f"FIRST-{number:09}" for number in range(200_000)]})
-OTHER = pa.table({"name": [f"OTHER-{number:09}" for number in range(200_000)]})
+
+@cache
+def long_table(word: str) -> pa.Table:
+    return pa.table({"name": [f"{word}-{number:09}" for number in range(200_000)]})
 
 
 @pytest.fixture
@@ -185,7 +188,7 @@ def test_mount_shows_plain_files_or_says_what_is_missing(
 ) -> None:
     keytools = Keytools.from_yaml(config)
     for name in ("altered", "replaced"):
-        keytools.write_table(LONG, tmp_path / "people" / f"{name}.parquet", compression="none")
+        keytools.write_table(long_table("FIRST"), tmp_path / "people" / f"{name}.parquet", compression="none")
     altered = tmp_path / "people" / "altered.parquet"
     content = bytearray(altered.read_bytes())
     content[len(content) // 2] ^= 1
@@ -213,7 +216,7 @@ def test_mount_shows_plain_files_or_says_what_is_missing(
             (folder / "altered.parquet").read_bytes()
         with (folder / "replaced.parquet").open("rb", buffering=0) as former:
             begin = former.read(4096)
-            keytools.write_table(OTHER, tmp_path / "people" / "replaced.parquet", compression="none")
+            keytools.write_table(long_table("OTHER"), tmp_path / "people" / "replaced.parquet", compression="none")
             with (folder / "replaced.parquet").open("rb", buffering=0) as latter:
                 assert latter.read(4) == begin[:4] == b"PAR1"
                 assert b"OTHER" in latter.read(2_000_000)
@@ -253,7 +256,7 @@ def test_programs_copy_a_mounted_folder_whole(config: Path, tmp_path: Path, copi
     (source / "part").mkdir()
     keytools = Keytools.from_yaml(config)
     for name in ("b.parquet", "part/c.parquet"):
-        keytools.write_table(LONG, source / name, compression="none")
+        keytools.write_table(long_table("FIRST"), source / name, compression="none")
     (source / "link.parquet").hardlink_to(source / "b.parquet")
     names = ["a.parquet", "b.parquet", "link.parquet", "part/c.parquet"]
     for junk in ("_SUCCESS", ".a.parquet.crc", "part/notes.txt"):

@@ -12,7 +12,7 @@ from unit.tables.test_file_writer import tools
 from parquet_keytools.storage.locations import ArrowSource
 
 ROWS = 200_000
-TABLE = pa.table({name: pa.array(range(ROWS)) for name in ("id", "name", "x", "y")})
+TABLE = pa.table(dict.fromkeys(("id", "name", "x", "y"), pa.array(range(ROWS))))
 
 
 @pytest.fixture
