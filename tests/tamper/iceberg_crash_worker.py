@@ -6,6 +6,7 @@ It reads one order per line from stdin, and forks for each: no thread was starte
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -15,10 +16,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+# What operations import is imported before the forks.
+import opentelemetry.metrics
+import opentelemetry.trace  # noqa: F401
 import pyarrow as pa
+import rich.table  # noqa: F401
+import sqlalchemy.dialects.sqlite
 import sqlalchemy.orm
 from iceberg_case import CANARY, Killed, Lake, rows, storage_that
 
+import parquet_keytools.kms.in_memory  # noqa: F401
 from parquet_keytools.iceberg import create_table
 
 FIRST, COUNT = 100, 5
@@ -95,6 +102,8 @@ def run(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    # Otherwise, the garbage collector of each child would copy the memory that it visits.
+    gc.freeze()
     for line in sys.stdin:
         child = os.fork()
         if not child:

@@ -7,6 +7,7 @@ A writer continues until SECONDS are over and TURNS are done. Each logs to its o
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -15,8 +16,15 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+# What writers and readers import is imported before the forks.
+import opentelemetry.metrics
+import opentelemetry.trace  # noqa: F401
+import rich.table  # noqa: F401
+import sqlalchemy.dialects.sqlite  # noqa: F401
 from iceberg_case import Lake, rows
 from pyiceberg.exceptions import CommitFailedException, ValidationException
+
+import parquet_keytools.kms.in_memory  # noqa: F401
 
 MILLION = 1_000_000
 
@@ -80,6 +88,7 @@ def start(
 def main(folder: str, seconds: float, turns: int, writers: int, readers: int) -> int:
     lake = Lake(Path(folder))
     (lake.folder / "seen").mkdir()
+    gc.freeze()
     until = time.monotonic() + seconds
     writing = [start(write, lake, number, until, turns) for number in range(writers)]
     reading = [start(read, lake, number, until, turns) for number in range(readers)]

@@ -28,8 +28,8 @@ from parquet_keytools.errors import (
 
 MASTER_KEYS = {name: name.encode() * 4 for name in ("foot", "cola")}
 TABLE = pa.table({"a": range(50), "b": range(50)})
-FILES = 8
-BAD = 6
+FILES = 4
+BAD = 2
 
 
 def tools_of(kms: FaultyKms) -> Keytools:

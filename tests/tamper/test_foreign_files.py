@@ -248,14 +248,14 @@ def test_a_folder_in_place_leaves_the_foreign_file_and_does_the_others(tmp_path:
 
 @pytest.fixture
 def configured(made_of: dict[str, Any], tmp_path: Path) -> Iterator[tuple[Keytools, Path]]:
-    """Tools whose configuration has tables, and the configuration file."""
+    """Tools whose configuration has the forgeries' tables, too, and a configuration file without them."""
     made = document({}, ads=ADS) | made_of
-    for number, (policy, _) in enumerate(FORGERIES.values()):
-        made["tables"][f"forged {number}"] = policy
     path = tmp_path / "keytools.yaml"
     path.write_text(yaml.safe_dump(made))
     path.chmod(0o600)
-    with Keytools.from_yaml(path) as tools:
+    for number, (policy, _) in enumerate(FORGERIES.values()):
+        made["tables"][f"forged {number}"] = policy
+    with Keytools.from_mapping(made) as tools:
         yield tools, path
 
 

@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("iceberg_users_worker.py")
 def test_writers_and_readers_lose_nothing(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
     lake.create()
-    seconds, turns, writers, readers = (60, 0, 4, 4) if SOAK else (0, 1, 3, 1)
+    seconds, turns, writers, readers = (60, 0, 4, 4) if SOAK else (0, 1, 2, 1)
     environment = {**os.environ, "PYTHONPATH": str(WORKER.parents[1])}
     arguments = [str(value) for value in (tmp_path, seconds, turns, writers, readers)]
     done = subprocess.run(

@@ -10,12 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from crash_points import RENAMES, WRITES, Crasher, Ended, Job
 from rotation_case import (
@@ -33,6 +35,7 @@ from soak import SOAK, sample
 from parquet_keytools import Keytools
 from parquet_keytools.format.file_layout import MAGIC_ENCRYPTED_FOOTER, with_trailer
 from parquet_keytools.format.structs import FileCryptoMetaData
+from parquet_keytools.keys.key_material import KeyMaterial
 from parquet_keytools.kms.in_memory import InMemoryKms
 from parquet_keytools.rotation.file_keys import read_tail
 from parquet_keytools.rotation.report import Outcome
@@ -75,22 +78,24 @@ SCENARIOS = [
     *(Scenario(kind, options=(("new_keks", True),)) for kind in ("external", "internal, encrypted footer")),
     *(Scenario(kind, "rekey_in_place") for kind in KINDS),
 ]
-every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 
 
 class DataSet:
-    """Files in their state before a rotation, and any number of copies of them."""
+    """Files in their state before a rotation, any number of copies of them, and an undisturbed run."""
 
-    def __init__(self, tmp_path: Path, scenario: Scenario) -> None:
+    def __init__(self, tmp_path: Path, scenario: Scenario, crasher: Crasher) -> None:
         self.scenario = scenario
         self.case = Case.make(tmp_path, "keystore", column_keys={"ka": ["a"]}, **KINDS[scenario.kind])
         for name in FILES:
             self.case.write(name)
-        self.old_keks = self.keks(self.case.folder)
+        self.old_keks = {material.kek_id for material in self.materials(self.case.folder)}
         self.case.add_version()
         self.names = names(self.case.folder)
         self._count = 0
         self._tmp_path = tmp_path
+        self.finished = self.copy()
+        self.whole = crasher.run(self.job(self.finished))
+        assert not self.whole.killed and self.whole.error is None and self.whole.failures == []
 
     @property
     def tools(self) -> Keytools:
@@ -107,29 +112,24 @@ class DataSet:
         scenario, keystore = self.scenario, self.case.folder.parent / "keystore.json"
         return Job(scenario.action, str(folder), str(keystore), self.case.settings, dict(scenario.options))
 
-    def keks(self, folder: Path) -> set[bytes | None]:
-        return {material.kek_id for name in FILES for material in materials(self.tools, folder / name)}
+    def materials(self, folder: Path) -> list[KeyMaterial]:
+        return [material for name in FILES for material in materials(self.tools, folder / name)]
 
     def assert_readable(self, folder: Path) -> None:
-        """Each file has all values, and so has the data set."""
-        tools = self.tools
-        for name in FILES:
-            assert tools.read_table(folder / name).equals(TABLE), name
-        assert tools.dataset(folder, partitioning=None).to_table().num_rows == len(FILES) * TABLE.num_rows
+        """Each file has all values."""
+        table = self.tools.dataset(folder, partitioning=None).to_table()
+        assert table.equals(pa.concat_tables([TABLE] * len(FILES)))
 
     def assert_finished(self, folder: Path) -> None:
         """A repeated run completes, and leaves nothing behind that is not documented."""
         report = getattr(self.tools, self.scenario.action)(folder, **dict(self.scenario.options))
         assert report.succeeded, report
         self.assert_readable(folder)
-        for name in FILES:
-            versions = {
-                self.case.kms.wrapped_key_version(material.kms_wrapped_key, material.master_key_id)
-                for material in materials(self.tools, folder / name)
-            }
-            assert versions == {"2"}, name
+        found = self.materials(folder)
+        kms = self.case.kms
+        assert {kms.wrapped_key_version(one.kms_wrapped_key, one.master_key_id) for one in found} == {"2"}
         if self.scenario.action == "rekey_in_place" or self.scenario.options:
-            assert not self.old_keks & self.keks(folder)
+            assert not self.old_keks & {one.kek_id for one in found}
         assert names(folder) == self.names
         # The old keys are no longer needed, also for files that the killed run wrote.
         if self.scenario.action == "rotate":
@@ -137,14 +137,15 @@ class DataSet:
             assert list(self.tools.files_using("kf", folder, version="1")) == []
 
 
-@every_scenario
-def test_killed_at_a_call(tmp_path: Path, crasher: Crasher, scenario: Scenario) -> None:
-    data = DataSet(tmp_path, scenario)
-    folder = data.copy()
-    whole = crasher.run(data.job(folder))
-    assert not whole.killed and whole.error is None and whole.failures == []
+@pytest.fixture(scope="module", params=SCENARIOS, ids=str)
+def data(request: pytest.FixtureRequest, folder_in_memory: Path, crasher: Crasher) -> DataSet:
+    return DataSet(Path(tempfile.mkdtemp(dir=folder_in_memory)), request.param, crasher)
+
+
+def test_killed_at_a_call(crasher: Crasher, data: DataSet) -> None:
+    scenario, whole = data.scenario, data.whole
     assert len(whole.calls) >= scenario.least_points * len(FILES), whole.calls
-    data.assert_finished(folder)
+    data.assert_finished(data.finished)
     points = [(number, "kill") for number in range(1, len(whole.calls) + 1)]
     points += [(number, "torn") for number, (name, _) in enumerate(whole.calls, 1) if name in WRITES]
     for point, mode in sample(points, 20, SCENARIOS.index(scenario)):
@@ -161,14 +162,12 @@ def test_killed_at_a_call(tmp_path: Path, crasher: Crasher, scenario: Scenario) 
     print(f"\n{scenario}: {len(whole.calls)} calls, {len(points)} points")
 
 
-@every_scenario
-def test_killed_on_both_sides_of_each_rename(tmp_path: Path, crasher: Crasher, scenario: Scenario) -> None:
-    data = DataSet(tmp_path, scenario)
-    whole = crasher.run(data.job(data.copy()))
+def test_killed_on_both_sides_of_each_rename(crasher: Crasher, data: DataSet) -> None:
+    whole = data.whole
     renames = [number for number, (name, _) in enumerate(whole.calls, 1) if name in RENAMES]
     assert len(renames) >= len(FILES), whole.calls
     cases = list(itertools.product(renames, ("kill", "after")))
-    for point, mode in sample(cases, 3, SCENARIOS.index(scenario)):
+    for point, mode in sample(cases, 3, SCENARIOS.index(data.scenario)):
         folder = data.copy()
         ended = crasher.run(replace(data.job(folder), point=point, mode=mode))
         assert ended.killed and len(ended.calls) == point, (point, mode, ended)
@@ -181,12 +180,9 @@ def test_killed_on_both_sides_of_each_rename(tmp_path: Path, crasher: Crasher, s
         shutil.rmtree(folder)
 
 
-@every_scenario
-def test_the_disk_is_full_from_a_call_on(tmp_path: Path, crasher: Crasher, scenario: Scenario) -> None:
-    data = DataSet(tmp_path, scenario)
-    folder = data.copy()
-    whole = crasher.run(data.job(folder))
-    for point in sample(range(1, len(whole.calls) + 1), 20, SCENARIOS.index(scenario)):
+def test_the_disk_is_full_from_a_call_on(crasher: Crasher, data: DataSet) -> None:
+    whole = data.whole
+    for point in sample(range(1, len(whole.calls) + 1), 20, SCENARIOS.index(data.scenario)):
         folder = data.copy()
         before = tree_digest(folder)
         ended = crasher.run(replace(data.job(folder), point=point, mode="no_space"))
@@ -217,15 +213,12 @@ def _last_that_takes_space(ended: Ended) -> int:
 TEMPORARY = re.compile(r"\.[0-9a-f]{12}-[0-9a-f]{8}\.tmp$")
 
 
-@every_scenario
-def test_what_has_its_name_is_on_the_disk(tmp_path: Path, crasher: Crasher, scenario: Scenario) -> None:
+def test_what_has_its_name_is_on_the_disk(data: DataSet) -> None:
     """After a power failure: each file was synced before its rename, and each rename before the next one."""
-    data = DataSet(tmp_path, scenario)
-    calls = crasher.run(data.job(data.copy())).calls
     unsynced: set[str] = set()
     unsynced_folders: set[str] = set()
     replaced: list[str] = []
-    for name, path in calls:
+    for name, path in data.whole.calls:
         if Path(path).name == LOCK_NAME:
             continue
         folder = str(Path(path).parent)
@@ -252,8 +245,8 @@ def test_what_has_its_name_is_on_the_disk(tmp_path: Path, crasher: Crasher, scen
 
 def test_the_points_are_all_there_are(tmp_path: Path, crasher: Crasher) -> None:
     """Each kind of call that is known to occur does occur: otherwise a wrapper is in the wrong place."""
-    data = DataSet(tmp_path, Scenario("internal, encrypted footer"))
-    calls = Counter(name for name, _ in crasher.run(data.job(data.copy())).calls)
+    data = DataSet(tmp_path, Scenario("internal, encrypted footer"), crasher)
+    calls = Counter(name for name, _ in data.whole.calls)
     expected = {"open", "copy_file_range", "pwrite", "fsync", "fchmod", "replace", "unlink"}
     assert expected <= set(calls), calls
 
@@ -273,7 +266,7 @@ def test_many_files_after_sigkill(tmp_path: Path) -> None:
     """A run that writes eight files at a time is killed: the next run does only the remaining work."""
     case = Case.make(tmp_path, "keystore")
     first = case.write("000.parquet")
-    paths = [case.folder / f"{number:03}.parquet" for number in range(1000 if SOAK else 300)]
+    paths = [case.folder / f"{number:03}.parquet" for number in range(1000 if SOAK else 150)]
     for path in paths[1:]:
         shutil.copy(first, path)
     case.add_version()
@@ -338,11 +331,9 @@ def test_a_file_with_keys_in_two_places_is_not_moved_to_another_kms(tmp_path: Pa
 
 def test_what_was_finished_is_not_done_again(tmp_path: Path, crasher: Crasher) -> None:
     """A killed run is continued: files whose keys are current stay as they are."""
-    data = DataSet(tmp_path, Scenario("external"))
-    folder = data.copy()
-    whole = crasher.run(data.job(folder))
+    data = DataSet(tmp_path, Scenario("external"), crasher)
     finished = 0
-    for point in sample(range(1, len(whole.calls) + 1), 12, 0):
+    for point in sample(range(1, len(data.whole.calls) + 1), 12, 0):
         folder = data.copy()
         crasher.run(replace(data.job(folder), point=point))
         report = data.tools.rotate(folder)

@@ -59,7 +59,7 @@ class Place:
     keytools: Keytools = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keytools = Keytools.from_yaml(self.config)
+        self.keytools = Keytools.from_mapping(json.loads(self.config.read_text()))
         self.folder.mkdir()
         self.elsewhere.mkdir()
         self.good(self.folder / "good.parquet")
@@ -181,10 +181,10 @@ OUTSIDE = {"link to a file": "odd.parquet", "link to a folder": "linked"}
 
 def make_place(tmp_path: Path, *, plain: bool) -> Place:
     config = tmp_path / "config.yaml"
+    table = {"footer_key": "footer", "column_keys": {"pii": ["name"]}, "unlisted_columns": "plaintext"}
+    # JSON is valid YAML.
     config.write_text(
-        f"version: 1\nkms: {{type: in_memory, keys: {json.dumps(KEYS)}}}\n"
-        "tables: {t: {footer_key: footer, column_keys: {pii: [name]}, unlisted_columns: plaintext}}\n"
-        "rotation: {moves: {}}\n"
+        json.dumps({"version": 1, "kms": {"type": "in_memory", "keys": KEYS}, "tables": {"t": table}})
     )
     config.chmod(0o600)
     return Place(config, tmp_path / "data", tmp_path / "elsewhere", tmp_path / "target", plain)

@@ -128,19 +128,22 @@ class Place:
 
     def assert_whole(self, folder: Path) -> None:
         """Each file is the old one or the new one, and exists; readers can see nothing else."""
-        assert all(any(self.holds(path, table) for table in (OLD, NEW)) for path in visible(folder))
+        assert all(self.holds(path, OLD, NEW) for path in visible(folder))
         if not self.scenario.replaces:
             return
         for part in ("p", "q") if self.scenario.is_dataset else (None,):
             place = folder if part is None else folder / f"part={part}"
-            found = [path for path in visible(place) if self.holds(path, OLD) or self.holds(path, NEW)]
-            assert found, f"what was there is lost: {names(folder)}"
+            assert visible(place), f"what was there is lost: {names(folder)}"
 
-    def holds(self, path: Path, table: pa.Table) -> bool:
+    def holds(self, path: Path, *tables: pa.Table) -> bool:
+        """Return whether a file has the values of one of the tables."""
         if self.scenario.is_dataset:
             part = path.parent.name.removeprefix("part=")
-            table = table.filter(pa.compute.equal(table["part"], part)).drop_columns(["part"])
-        return bool(self.read(path).equals(table))
+            tables = tuple(
+                table.filter(pa.compute.equal(table["part"], part)).drop_columns(["part"]) for table in tables
+            )
+        found = self.read(path)
+        return any(found.equals(table) for table in tables)
 
     def assert_secret(self, folder: Path) -> None:
         """Values are in plaintext only in decrypted output, which only its user can read while it is written."""
