@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,13 @@ import parquet_keytools.tables.writing  # noqa: F401
 from parquet_keytools import Keytools, parse_configuration
 from parquet_keytools.errors import KeytoolsError
 
-SECONDS_PER_PROCESS = 20
-CASES_PER_PROCESS = 24
+SECONDS_PER_PROCESS = 50
+CASES_PER_PROCESS = 60
 MASTER_KEYS = {"kf": b"0123456789012345", "kc": b"1234567890123450", "kd": b"1234567890123451"}
 ROWS = 3000
 
 
+@cache
 def table() -> pa.Table:
     """Return plain columns, one column under each column key, and one that is the index of a data frame."""
     frame = pd.DataFrame(
@@ -72,7 +74,7 @@ class Context:
         return self.folder / ("double" if self.double else "single") / "many"
 
     def output(self) -> Path:
-        return self.folder / "outputs" / f"{self.output_name}.parquet"
+        return self.folder / "outputs" / self.output_name / "x.parquet"
 
     def keytools(self, **settings: Any) -> Keytools:
         table_settings = {
@@ -471,6 +473,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     kms = FaultyKms(MASTER_KEYS)
     kms.fail(case.failure, "kc" if case.failing == "column" else "kf")
     context = Context(folder, kms, case.double, f"{os.getpid()}-{case.name}")
+    context.output().parent.mkdir(parents=True)
     found = (WRITES | READS | OTHER_READS)[case.operation]
     try:
         result = found(context)
@@ -499,8 +502,7 @@ def _error_of_reading(context: Context) -> str:
 
 def _left_over(context: Context) -> list[str]:
     """Return files under the name of the output, in a folder of that name, or beside it; folders do not count."""
-    found = (context.folder / "outputs").rglob("*")
-    return sorted(str(path) for path in found if context.output().name in str(path) and path.is_file())
+    return sorted(str(path) for path in context.output().parent.rglob("*") if path.is_file())
 
 
 def prepare(folder: Path) -> None:
@@ -509,7 +511,6 @@ def prepare(folder: Path) -> None:
     if process_id:
         assert os.waitpid(process_id, 0)[1] == 0
         return
-    (folder / "outputs").mkdir(parents=True)
     for double in (True, False):
         context = Context(folder, FaultyKms(MASTER_KEYS), double)
         context.file.parent.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """Short programs end with their exit status, whatever Python objects Arrow's threads still hold.
 
-Each is a separate process, since only the end of an interpreter shows it: alone, and beside four times as many
-busy processes as there are cores.
+Each is a process, since only the end of an interpreter shows it: alone, forked after all imports; and started
+beside four times as many busy processes as there are cores.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ tables: {t: {footer_key: kf, column_keys: {ka: [a]}, unlisted_columns: footer_ke
 """
 ROWS = 4_000_000 if SOAK else 500_000
 
-BEGIN = """
+IMPORTS = """
 import os, signal, sys
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+import parquet_keytools.tables.reading, parquet_keytools.tables.writing
 from parquet_keytools import Keytools
-
+"""
+BEGIN = (
+    IMPORTS
+    + """
 keytools = Keytools.from_yaml("keytools.yaml")
 file, folder, damaged = (os.path.abspath(name) for name in ("data/0.parquet", "data", "damaged.parquet"))
 options = {"config": "keytools.yaml"}
@@ -40,6 +44,20 @@ options = {"config": "keytools.yaml"}
 for busy in os.environ["BUSY_PROCESSES"].split():
     os.kill(int(busy), signal.SIGCONT)
 """
+)
+FORK = (
+    IMPORTS
+    + """
+while __file__ := sys.stdin.readline().strip():
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(__file__ + ".stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        exec(compile(open(__file__).read(), __file__, "exec"))
+        break  # It ends as any program.
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+)
+"""Runs each program whose path it reads in a process of its own; it has started no thread."""
 
 PROGRAMS = {
     "filesystem": "pq.read_table(file, filesystem=keytools.filesystem())",
@@ -184,19 +202,69 @@ def busy() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def run(folder: Path, name: str, busy: Sequence[subprocess.Popen[bytes]] = ()) -> None:
-    program = folder / f"{name}.py".replace(" ", "-")
+def program(folder: Path, name: str) -> Path:
+    """Write a program."""
+    path = folder / f"{name}.py".replace(" ", "-")
     lines = PROGRAMS[name].strip("\n").splitlines()
     indent = len(lines[0]) - len(lines[0].lstrip())
-    program.write_text(BEGIN + "\n".join(line[indent:] for line in lines))
-    environment = {**os.environ, "BUSY_PROCESSES": " ".join(str(process.pid) for process in busy)}
-    if not any(word in name for word in NEEDING_PANDAS):
-        hidden = [str(folder / "without_pandas"), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, hidden))
-    done = subprocess.run(
-        [sys.executable, program],
+    needs_pandas = any(word in name for word in NEEDING_PANDAS)
+    shown = "sys.path.remove(os.path.abspath('without_pandas'))\n" if needs_pandas else ""
+    path.write_text(BEGIN + shown + "\n".join(line[indent:] for line in lines))
+    return path
+
+
+def environment(folder: Path, busy: Sequence[subprocess.Popen[bytes]] = ()) -> dict[str, str]:
+    path = [str(folder / "without_pandas"), os.environ.get("PYTHONPATH", "")]
+    processes = " ".join(str(process.pid) for process in busy)
+    return {**os.environ, "BUSY_PROCESSES": processes, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def check(name: str, status: int, stderr: str) -> None:
+    _, fails, error = PROGRAMS[name].strip().partition("  # fails: ")
+    assert (status, error in stderr) == (bool(fails), True), stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def forker(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORK],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         cwd=folder,
-        env=environment,
+        env=environment(folder),
+        text=True,
+    )
+    yield process
+    process.communicate(timeout=60)
+
+
+ALWAYS = ("filesystem", "open", "abandoned view")
+CHOSEN = PROGRAMS if SOAK else [*ALWAYS, *sample([name for name in PROGRAMS if name not in ALWAYS], 8, 1)]
+
+
+ROUNDS = pytest.mark.parametrize("round_", range(how_many(1, 14)))
+
+
+@ROUNDS
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_program_ends_with_its_own_status(
+    folder: Path, forker: subprocess.Popen[str], name: str, round_: int
+) -> None:
+    assert forker.stdin is not None and forker.stdout is not None
+    path = program(folder, name)
+    print(path, file=forker.stdin, flush=True)
+    check(name, int(forker.stdout.readline()), Path(f"{path}.stderr").read_text())
+
+
+@ROUNDS
+@pytest.mark.parametrize("name", PROGRAMS if SOAK else ALWAYS[-1:])
+def test_a_program_ends_with_its_own_status_on_a_busy_machine(
+    folder: Path, busy: list[subprocess.Popen[bytes]], name: str, round_: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, program(folder, name)],
+        cwd=folder,
+        env=environment(folder, busy),
         capture_output=True,
         text=True,
         timeout=250,
@@ -204,23 +272,4 @@ def run(folder: Path, name: str, busy: Sequence[subprocess.Popen[bytes]] = ()) -
     )
     for process in busy:
         process.send_signal(signal.SIGSTOP)
-    _, fails, error = PROGRAMS[name].strip().partition("  # fails: ")
-    assert (done.returncode, error in done.stderr) == (bool(fails), True), done.stderr[-2000:]
-
-
-ALWAYS = ("filesystem", "open", "abandoned view")
-CHOSEN = PROGRAMS if SOAK else [*ALWAYS, *sample([name for name in PROGRAMS if name not in ALWAYS], 8, 1)]
-
-
-@pytest.mark.parametrize("round_", range(how_many(1, 14)))
-@pytest.mark.parametrize("name", CHOSEN)
-def test_a_program_ends_with_its_own_status(folder: Path, name: str, round_: int) -> None:
-    run(folder, name)
-
-
-@pytest.mark.parametrize("round_", range(how_many(1, 14)))
-@pytest.mark.parametrize("name", PROGRAMS if SOAK else ALWAYS[-1:])
-def test_a_program_ends_with_its_own_status_on_a_busy_machine(
-    folder: Path, busy: list[subprocess.Popen[bytes]], name: str, round_: int
-) -> None:
-    run(folder, name, busy)
+    check(name, done.returncode, done.stderr)
