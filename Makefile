@@ -142,7 +142,7 @@ soak: mutants mutation ## Hours: all mutants, crash points and races in place of
 		tests/services/test_spark_pipelines.py tests/tamper/test_footer_memory.py \
 		tests/tamper/test_negative_numbers.py tests/unit/encryption tests/unit/kms/test_keystore.py tests/unit/config tests/unit/keys \
 		tests/unit/spark/test_frames.py tests/unit/test_strict_base64.py tests/packaging/test_examples.py \
-		tests/tamper/test_process_ends.py tests/tamper/test_moves_to_tenant_keys.py tests/tamper/test_walk_matrix.py tests/tamper/test_foreign_files.py tests/unit/tables \
+		tests/tamper/test_process_ends.py tests/tamper/test_moves_to_tenant_keys.py tests/tamper/test_walk_matrix.py tests/tamper/test_foreign_files.py tests/tamper/test_hostile_iceberg.py tests/unit/tables \
 		tests/unit/format/test_other_types.py tests/unit/rotation/test_rekeying_in_processes.py \
 		tests/unit/rotation/test_rotate.py tests/unit/test_canary.py \
 		tests/unit/view/test_arrivals.py tests/unit/view/test_fsspec_suite.py

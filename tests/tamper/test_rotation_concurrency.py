@@ -38,7 +38,7 @@ def run(case: Case, actions: list[str], meanwhile: Callable[[], object]) -> list
     keystore = case.folder.parent / "keystore.json"
     program = Path(__file__).with_name("rotation_worker.py")
     path = os.pathsep.join([str(TESTS), *sys.path])
-    # Twelve processes with as many threads as processors would only wait for one another.
+    # Many processes with as many threads as processors would only wait for one another.
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, program, case.folder, keystore, *actions],
@@ -66,7 +66,7 @@ def run(case: Case, actions: list[str], meanwhile: Callable[[], object]) -> list
         process.stdout.close()
 
 
-def test_eight_rotate_and_four_read(tmp_path: Path) -> None:
+def test_many_rotate_and_read(tmp_path: Path) -> None:
     case = make(tmp_path, 2)
     before = names(case.folder)
     versions = 1
@@ -77,7 +77,8 @@ def test_eight_rotate_and_four_read(tmp_path: Path) -> None:
             case.add_version()
             versions += 1
 
-    answers = run(case, ["rotate"] * 4 + ["rotate_all"] * 4 + ["read"] * 4, add_version)
+    each = 4 if SOAK else 2
+    answers = run(case, ["rotate"] * each + ["rotate_all"] * each + ["read"] * each, add_version)
     print(f"\n{versions} versions; {[(answer['action'], answer['rounds']) for answer in answers]}")
     assert [answer["failure"] for answer in answers if answer["failure"] is not None] == []
     assert all(int(str(answer["rounds"])) >= 1 for answer in answers)
@@ -101,7 +102,8 @@ def test_rotations_readers_and_a_writer(tmp_path: Path) -> None:
     """A new file is never replaced by an older state with newer keys."""
     case = make(tmp_path, 1)
     before = names(case.folder)
-    answers = run(case, ["rotate_all"] * 3 + ["write"] + ["read_any"] * 2, lambda: None)
+    rotating, reading = (3, 2) if SOAK else (2, 1)
+    answers = run(case, ["rotate_all"] * rotating + ["write"] + ["read_any"] * reading, lambda: None)
     print(f"\n{[(answer['action'], answer['rounds']) for answer in answers]}")
     assert [answer["failure"] for answer in answers if answer["failure"] is not None] == []
     assert names(case.folder) == before
