@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 from order import position, pytest_handlecrashitem, pytest_xdist_make_scheduler
 from soak import SOAK
+from warm_python import WarmPython
 
 __all__ = ["pytest_handlecrashitem", "pytest_xdist_make_scheduler"]
 
@@ -108,6 +109,14 @@ def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["parquet_keytools.keytools", "parquet_keytools.tables.reading"])
         monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context)
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """A process that runs programs of the documentation and of the command line."""
+    warm = WarmPython()
+    yield warm
+    warm.close()
 
 
 # To number a folder, pytest would scan the folders of all earlier tests.

@@ -21,10 +21,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def test_all_blocks_run_as_printed(tmp_path: Path, warm_python: WarmPython) -> None:
     """Python blocks run in one program, up to the next shell block."""
-    # The warm process makes keystores that open fast. It is not for Ray and Dask, which start threads,
-    # nor for the server, to which a signal is sent.
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    warm = os.environ | {"PATH": f"{warm_python.command.parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": f"{warm_python.command.parent}{os.pathsep}{os.environ['PATH']}"}
     # Blocks of `console` and `js` are for people.
     blocks = [(found[1], found[2]) for found in BLOCK.finditer(PAGE)]
     assert {language for language, _ in blocks} == {"yaml", "python", "bash", "console", "js"}
@@ -39,11 +36,12 @@ def test_all_blocks_run_as_printed(tmp_path: Path, warm_python: WarmPython) -> N
                     (tmp_path / name).write_text(text, encoding="utf-8")
                     assert load_configuration(tmp_path / name).tables
                 case "bash":
-                    chosen = warm if "keystore" in text else environment
-                    run(["bash", "-euo", "pipefail", "-c", text], tmp_path, chosen)
+                    run(["bash", "-euo", "pipefail", "-c", text], tmp_path, environment)
                 case _:
                     (tmp_path / "page.py").write_text(text, encoding="utf-8")
-                    run([sys.executable, "page.py"], tmp_path, environment)
+                    # Ray and Dask start threads.
+                    python = sys.executable if "import ray" in text else warm_python.python
+                    run([python, "page.py"], tmp_path, environment)
     finally:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             os.kill(int((tmp_path / "serve.pid").read_text()), signal.SIGKILL)

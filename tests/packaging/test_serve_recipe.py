@@ -19,6 +19,7 @@ import pyarrow as pa
 import pytest
 from recipe_pages import blocks, installed, run_blocks
 from typer.testing import CliRunner
+from warm_python import WarmPython
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
@@ -29,11 +30,11 @@ HTTPFS = ("duckdb==1.4.4", "duckdb-ext-httpfs==1.4.4.20260205")
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def served(tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython) -> Iterator[Path]:
     """The folder of the page, while its server runs."""
     folder = tmp_path_factory.mktemp("served")
     try:
-        run_blocks(PAGE, folder)
+        run_blocks(PAGE, folder, python=warm_python.python, programs=warm_python.command.parent)
         yield folder
     finally:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -80,37 +81,31 @@ def test_duckdb_and_the_query_of_r(served: Path, programs: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def projects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two states of a dbt project whose columns have labels."""
-    folder = tmp_path_factory.mktemp("projects")
+def rows_of_dbt(served: Path, programs: Path) -> str:
+    """The rows that the page's project made.
+
+    The project has another model, whose columns have labels. Folders `old` and `new` have two states of them.
+    One process makes all this: dbt's imports take seconds, and so does parsing another project.
+    """
+    (served / "models" / "customers.sql").write_text(MODEL)
     changed = SCHEMA.replace("class: pii", "class: public", 1).replace("class: pii", "class: payment")
     for state, schema in (("old", SCHEMA), ("new", changed)):
-        files = {"dbt_project.yml": PROJECT, "profiles.yml": PROFILE, "models/customers.sql": MODEL}
-        for name, text in {**files, "keytools.yaml": CONFIGURATION, "models/schema.yml": schema}.items():
-            (folder / state / name).parent.mkdir(exist_ok=True, parents=True)
-            (folder / state / name).write_text(text)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def rows_of_dbt(served: Path, programs: Path, projects: Path) -> str:
-    """The rows that the page's project made, in a process that has also parsed the other projects.
-
-    dbt's imports take seconds.
-    """
+        (served / state / "models").mkdir(parents=True)
+        (served / state / "models" / "schema.yml").write_text(schema)
+        (served / state / "keytools.yaml").write_text(CONFIGURATION)
     code = (
-        "import duckdb, sys\n"
+        "import duckdb, shutil\n"
         "from dbt.cli.main import dbtRunner\n"
-        "calls = [['run', '--profiles-dir', '.', '--quiet']]\n"
-        "calls += [['parse', '--quiet', '--project-dir', at, '--profiles-dir', at] for at in sys.argv[1:]]\n"
-        "for call in calls:\n"
-        "    done = dbtRunner().invoke(call)\n"
-        "    assert done.success, (call, done.exception)\n"
+        "for command, state in (('run', 'old'), ('parse', 'new')):\n"
+        "    shutil.copy(f'{state}/models/schema.yml', 'models')\n"
+        "    done = dbtRunner().invoke([command, '--profiles-dir', '.', '--quiet'])\n"
+        "    assert done.success, (command, done.exception)\n"
+        "    shutil.copytree('target', f'{state}/target')\n"
         "with duckdb.connect('flights.duckdb') as connection:\n"
         "    print(connection.sql('from late_flights order by 1').fetchall())\n"
     )
     variables = environment(served, programs) | {"DBT_SEND_ANONYMOUS_USAGE_STATS": "false"}
-    return run([programs / "python", "-c", code, projects / "old", projects / "new"], served, variables)
+    return run([programs / "python", "-c", code], served, variables)
 
 
 def test_dbt_duckdb(rows_of_dbt: str) -> None:
@@ -134,8 +129,6 @@ def test_javascript(served: Path) -> None:
 # --- labels ---
 
 MODEL = "{{ config(materialized='table') }}\nselect 1 as id, 'a@b' as email, '4' as card\n"
-PROJECT = "name: shop\nversion: '1.0'\nprofile: shop\nmodel-paths: [models]\n"
-PROFILE = "shop: {target: dev, outputs: {dev: {type: duckdb, path: shop.duckdb}}}\n"
 SCHEMA = """\
 version: 2
 models:
@@ -158,7 +151,7 @@ tables:
 
 
 @pytest.mark.usefixtures("rows_of_dbt")
-def test_labels_of_a_dbt_project_that_change_between_two_builds(projects: Path) -> None:
+def test_labels_of_a_dbt_project_that_change_between_two_builds(served: Path) -> None:
     table = pa.table({"id": [1], "email": ["a@b"], "card": ["4"]})
 
     def keys(folder: Path) -> dict[str, str | None]:
@@ -168,9 +161,9 @@ def test_labels_of_a_dbt_project_that_change_between_two_builds(projects: Path) 
             columns = keytools.inspect_file(folder / "customers.parquet").columns
         return {column.path: column.key and column.key.name for column in columns}
 
-    assert keys(projects / "old") == {"id": None, "email": "pii", "card": "pii"}
-    assert keys(projects / "new") == {"id": None, "email": None, "card": "pci"}
-    config, old = (str(projects / folder / "keytools.yaml") for folder in ("new", "old"))
+    assert keys(served / "old") == {"id": None, "email": "pii", "card": "pii"}
+    assert keys(served / "new") == {"id": None, "email": None, "card": "pci"}
+    config, old = (str(served / folder / "keytools.yaml") for folder in ("new", "old"))
     done = CliRunner().invoke(app, ["check", config, "--against", old, "--json"])
     assert done.exit_code == 1
     weaker = [change for change in json.loads(done.stdout)["changes"] if change["is_weaker"]]

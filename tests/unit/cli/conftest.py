@@ -12,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rotation_case import new_keystore
+from soak import SOAK
 from typer.testing import CliRunner, Result
+from warm_python import WarmPython
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli import app
@@ -40,6 +42,12 @@ PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"
 
 
 @pytest.fixture
+def program(warm_python: WarmPython) -> list[str]:
+    """The command line in a process of its own; in a soak, that process starts as users' do."""
+    return PROGRAM if SOAK else [str(warm_python.command)]
+
+
+@pytest.fixture
 def run() -> Iterator[Run]:
     """Runs the command line in this process; its output must not contain a master key."""
     outputs: list[str] = []
@@ -58,7 +66,7 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture
-def on_a_terminal() -> Callable[..., tuple[str, bytes]]:
+def on_a_terminal(program: list[str]) -> Callable[..., tuple[str, bytes]]:
     """Runs the command line in a process whose stderr is a terminal; returns its output there, and stdout.
 
     With `stdout_too`, both are the terminal.
@@ -67,7 +75,7 @@ def on_a_terminal() -> Callable[..., tuple[str, bytes]]:
     def invoke(*arguments: object, stdout_too: bool = False) -> tuple[str, bytes]:
         ours, theirs = pty.openpty()
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
-        command = [*PROGRAM, *map(str, arguments)]
+        command = [*program, *map(str, arguments)]
         stdout = theirs if stdout_too else subprocess.PIPE
         process = subprocess.Popen(command, stderr=theirs, stdout=stdout, env=environment)
         os.close(theirs)

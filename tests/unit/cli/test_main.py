@@ -156,9 +156,9 @@ def test_wrong_usage_is_2_and_told_on_stderr(run, arguments: list[str]) -> None:
     assert "Error: " in done.stderr
 
 
-def test_a_real_process_tells_an_error_in_one_text(tmp_path: Path) -> None:
+def test_a_real_process_tells_an_error_in_one_text(program: list[str], tmp_path: Path) -> None:
     missing = tmp_path / "missing.yaml"
-    done = subprocess.run([*PROGRAM, "check", str(missing)], capture_output=True, text=True)
+    done = subprocess.run([*program, "check", str(missing)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"Error: {missing}: there is no such file.\n"
 
@@ -243,12 +243,12 @@ def test_an_unforeseen_error_keeps_its_traceback() -> None:
     assert isinstance(done.exception, RuntimeError)
 
 
-def test_output_that_nobody_reads_ends_quietly() -> None:
+def test_output_that_nobody_reads_ends_quietly(program: list[str]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     with os.fdopen(write_end, "w") as nobody:
         done = subprocess.run(
-            [*PROGRAM, "check", "--schema"],
+            [*program, "check", "--schema"],
             # Google's libraries warn about a Python version whose support will end soon.
             env=os.environ | {"PYTHONWARNINGS": "ignore::FutureWarning"},
             stdout=nobody,

@@ -215,7 +215,7 @@ CHROMIUM_ARGUMENTS = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     api = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed: no browser opens a report"

@@ -251,7 +251,9 @@ def copied_by_cp(source: Path, target: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the programs of GNU")
 @pytest.mark.parametrize("copied", [archived_by_tar, copied_by_cp] if SOAK else [archived_by_tar])
-def test_programs_copy_a_mounted_folder_whole(config: Path, tmp_path: Path, copied: Any) -> None:
+def test_programs_copy_a_mounted_folder_whole(
+    program: list[str], config: Path, tmp_path: Path, copied: Any
+) -> None:
     source = tmp_path / "people"
     (source / "part").mkdir()
     keytools = Keytools.from_yaml(config)
@@ -261,7 +263,7 @@ def test_programs_copy_a_mounted_folder_whole(config: Path, tmp_path: Path, copi
     names = ["a.parquet", "b.parquet", "link.parquet", "part/c.parquet"]
     for junk in ("_SUCCESS", ".a.parquet.crc", "part/notes.txt"):
         (source / junk).write_text("junk")
-    with mounted(config, source, tmp_path / "mounted") as folder:
+    with mounted(program, config, source, tmp_path / "mounted") as folder:
         if folder is None:
             return
         copied(folder, tmp_path / "copy")
@@ -280,10 +282,10 @@ def test_programs_copy_a_mounted_folder_whole(config: Path, tmp_path: Path, copi
 
 
 @contextlib.contextmanager
-def mounted(config: Path, source: Path, folder: Path) -> Iterator[Path | None]:
+def mounted(program: list[str], config: Path, source: Path, folder: Path) -> Iterator[Path | None]:
     """Mount a folder; yield None on a machine that cannot mount."""
     folder.mkdir()
-    command = [*PROGRAM, "mount", str(source), str(folder), "--config", str(config)]
+    command = [*program, "mount", str(source), str(folder), "--config", str(config)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -295,7 +297,7 @@ def mounted(config: Path, source: Path, folder: Path) -> Iterator[Path | None]:
         process.communicate(timeout=30)
 
 
-def test_a_mounted_file_has_what_a_local_one_has(config: Path, tmp_path: Path) -> None:
+def test_a_mounted_file_has_what_a_local_one_has(program: list[str], config: Path, tmp_path: Path) -> None:
     source = tmp_path / "people"
     (source / "empty.parquet").touch()
     (source / "part").mkdir()

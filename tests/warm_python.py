@@ -1,33 +1,49 @@
 """Runs Python programs in forks of a process that has imported what they need, which takes most of their time.
 
 This is also the process: `python warm_python.py SOCKET`. Its clients are small programs that pass on their
-arguments, folder, environment, input and output, and end with the status that it returns.
+arguments, folder, environment, input, output and signals, and end with the status that it returns.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import json
 import os
 import pkgutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 import warnings
 from pathlib import Path
+from typing import Any
+
+LIBRARIES = (
+    "opentelemetry.metrics",
+    "opentelemetry.trace",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+    "rich.progress",
+    "rich.table",
+)
+"""What commands import while they run."""
 
 CLIENT = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({socket!r})
     request = json.dumps([{kind!r}, sys.argv, os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
     server.sendall(request)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: server.send(bytes([number])))
     status = server.recv(1)
 sys.exit(status[0] if status else 99)
 """
@@ -70,12 +86,11 @@ class WarmPython:
 
 def import_all() -> None:
     """Import the modules that programs import, without starting a thread."""
-    import pyarrow.dataset
-    import pyarrow.parquet  # noqa: F401
-
     import parquet_keytools.cli
     from parquet_keytools.kms.keystore_file import Keystore
 
+    for name in LIBRARIES:
+        importlib.import_module(name)
     for module in pkgutil.walk_packages(parquet_keytools.__path__, "parquet_keytools."):
         if not module.name.endswith(("contract_tests", "__main__")):
             with contextlib.suppress(ImportError):
@@ -120,6 +135,46 @@ def run(kind: str, arguments: list[str]) -> None:
     exec(compile(code, file, "exec"), vars(program))
 
 
+def run_to_the_end(kind: str, arguments: list[str]) -> None:
+    """Run the program, and what it registered for its end.
+
+    Python's own end would touch, and so copy, all memory that the processes share.
+    """
+    status: Any = 0
+
+    def end() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status)
+
+    # What is registered first is called last.
+    atexit.register(end)
+    try:
+        run(kind, arguments)
+    except SystemExit as done:
+        status = done.code or 0
+        raise
+    except BaseException:
+        status = 1
+        raise
+
+
+def wait(child: int, connection: socket.socket) -> None:
+    """Pass on signals until the program ends, and then its status."""
+
+    def pass_on() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while number := connection.recv(1):
+                os.kill(child, number[0])
+            # The client was killed.
+            os.kill(child, signal.SIGKILL)
+
+    threading.Thread(target=pass_on, daemon=True).start()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(bytes([status if status >= 0 else 128 - status]))
+
+
 def serve(path: str) -> None:
     """Fork for each client; the forked process forks once more, and waits."""
     import_all()
@@ -137,10 +192,9 @@ def serve(path: str) -> None:
             child = os.fork()
             if child == 0:
                 connection.close()
-                run(kind, arguments)
+                run_to_the_end(kind, arguments)
                 return
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            connection.sendall(bytes([status if status >= 0 else 128 - status]))
+            wait(child, connection)
             os._exit(0)
         connection.close()
         with contextlib.suppress(ChildProcessError):
