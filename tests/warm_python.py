@@ -126,7 +126,7 @@ def run(kind: str, arguments: list[str]) -> None:
         return
     sys.modules["__main__"] = program = types.ModuleType("__main__")
     if arguments[1] == "-c":
-        (code,), sys.argv, folder, file = arguments[2:], ["-c"], "", "<string>"
+        code, sys.argv, folder, file = arguments[2], arguments[1:2] + arguments[3:], "", "<string>"
     else:
         (file,) = sys.argv = arguments[1:]
         program.__file__, folder, code = file, str(Path(file).parent), Path(file).read_text(encoding="utf-8")

@@ -3,7 +3,9 @@
 import warnings
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from parquet_keytools import Keytools, load_configuration
@@ -33,12 +35,14 @@ def test_it_loads_without_a_warning(path: Path) -> None:
     assert configuration.kms is not None
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_it_fits_the_json_schema(path: Path) -> None:
-    import jsonschema
-    import yaml
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(configuration_json_schema())
 
-    jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), configuration_json_schema())
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_fits_the_json_schema(path: Path, validator: jsonschema.Draft202012Validator) -> None:
+    validator.validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def test_there_are_configs() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ COMMON = {"kms: every kind": "audit_log", "kms: across a network": "call_timeout
 """Heading that several KMSs share -> a field by which a settings class shows that it belongs there, too."""
 
 
+@cache
 def settings_classes() -> dict[str, dict[str, Any]]:
     schema = configuration_json_schema()
     classes = {name: definition for name, definition in schema["$defs"].items() if name != "Kms"}

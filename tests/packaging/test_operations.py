@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from warm_python import WarmPython
 
 from parquet_keytools import audit, telemetry
 from parquet_keytools.kms.remote_client import RemoteKmsSettings
@@ -25,10 +26,10 @@ def test_python_blocks_run(text: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_audit_log_is_as_shown(tmp_path: Path) -> None:
+def test_the_audit_log_is_as_shown(tmp_path: Path, warm_python: WarmPython) -> None:
     (setup,) = [text for language, text in BLOCKS if "JsonFormatter" in text and language == "python"]
     writing = "import pyarrow as pa\nkeytools.write_table(pa.table({'name': ['x']}), 't.parquet')\n"
-    subprocess.run([sys.executable, "-c", setup + writing], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([warm_python.python, "-c", setup + writing], cwd=tmp_path, check=True, timeout=60)
     lines = (tmp_path / "audit.jsonl").read_text(encoding="utf-8").splitlines()
     (shown,) = [json.loads(text) for language, text in BLOCKS if language == "json"]
     assert [list(json.loads(line)) for line in lines] == [list(shown)] * 2

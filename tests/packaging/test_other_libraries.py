@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 from source_trees import source_trees
 
@@ -37,6 +38,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
+@cache
 def defined_in(tree: ast.Module) -> set[str]:
     """Return the private names that a source file gives to classes and objects of its own."""
     names = set()

@@ -44,7 +44,7 @@ PROGRAM = [sys.executable, "-c", "from parquet_keytools.cli import main; main()"
 @pytest.fixture
 def program(warm_python: WarmPython) -> list[str]:
     """The command line in a process of its own; in a soak, that process starts as users' do."""
-    return PROGRAM if SOAK else [str(warm_python.command)]
+    return PROGRAM if SOAK else [str(warm_python.python), *PROGRAM[1:]]
 
 
 @pytest.fixture

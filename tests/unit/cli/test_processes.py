@@ -31,7 +31,7 @@ from copying_program import PIDS
 from faults import let_a_worker_die_at_work
 from fsspec.implementations.dirfs import DirFileSystem
 from soak import SOAK
-from unit.cli.conftest import MASTER_KEYS, PROGRAM
+from unit.cli.conftest import MASTER_KEYS
 from vector_kit.breaches import breaking_vectors
 from vector_kit.write_kit import data_keys, place_vector
 
@@ -292,7 +292,9 @@ def test_a_configuration_from_a_named_pipe_is_read_once(
     writer.join(60)
 
 
-def test_a_configuration_from_stdin_is_read_once(config: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_configuration_from_stdin_is_read_once(
+    program: list[str], config: Path, folder: Path, tmp_path: Path
+) -> None:
     """Even if stdin is a file: a worker has another stdin. Paths are relative to the command's folder."""
     Path(tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "passphrase").touch(mode=0o600)
@@ -303,7 +305,7 @@ def test_a_configuration_from_stdin_is_read_once(config: Path, folder: Path, tmp
         "version: 1\nkms: {type: keystore, path: keys/keystore.json, passphrase_file: keys/passphrase}\n"
         "tables: {people: {footer_key: footer, unlisted_columns: footer_key}}\n"
     )
-    command = [*PROGRAM, "encrypt", str(folder), "out", "--config", "/dev/stdin", "--processes", "2"]
+    command = [*program, "encrypt", str(folder), "out", "--config", "/dev/stdin", "--processes", "2"]
     with config.open() as stdin:
         done = subprocess.run(command, stdin=stdin, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
