@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import moto.kms.models
 from moto.core.exceptions import JsonRESTError
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 from moto.server import ThreadedMotoServer
 
 # moto makes an RSA key for each master key, also for symmetric keys, which never use it.
 moto.kms.models.generate_private_key = cache(moto.kms.models.generate_private_key)
+# For each request, it would list the folder of moto's modules, and write a line of a log that nobody reads.
+DomainDispatcherApplication.get_backend_for_host = cache(  # type: ignore[method-assign]
+    DomainDispatcherApplication.get_backend_for_host
+)
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
 
 _unchecked = moto.kms.models.KmsBackend.decrypt
 

@@ -12,7 +12,8 @@ from typing import Any
 import boto3
 import botocore.config
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
-from moto.server import ThreadedMotoServer
+from moto.s3.models import s3_backends
+from moto_server import moto_server
 from pyarrow import fs as pafs
 
 from parquet_keytools.rotation.s3_replacement import client_of
@@ -63,14 +64,13 @@ class S3Store:
     """The server, and the actions of others there, which bypass the proxy."""
 
     def __init__(self) -> None:
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._server.start()
-        _, port = self._server.get_host_and_port()
-        self.proxy = CountingProxy(port)
+        self._running = contextlib.ExitStack()
+        url = self._running.enter_context(moto_server())
+        self.proxy = CountingProxy(int(url.rpartition(":")[2]))
         make_client: Any = boto3.client
         self.client = make_client(
             "s3",
-            endpoint_url=f"http://127.0.0.1:{port}",
+            endpoint_url=url,
             config=botocore.config.Config(proxies={}),
             **_KEYS,
         )
@@ -78,7 +78,7 @@ class S3Store:
 
     def close(self) -> None:
         self.proxy.close()
-        self._server.stop()
+        self._running.close()
 
     def filesystem(self, **options: Any) -> pafs.S3FileSystem:
         """Return Arrow's file system, through the proxy."""
@@ -100,10 +100,8 @@ class S3Store:
 
     def names(self) -> list[str]:
         """Return the keys of all objects except Arrow's folder markers."""
-        return [name for name in self._names() if not name.endswith("/")]
-
-    def _names(self) -> list[str]:
-        return sorted(found["Key"] for found in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", ()))
+        found = self.client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
+        return sorted(one["Key"] for one in found if not one["Key"].endswith("/"))
 
     def uploads(self) -> list[str]:
         """Return the ids of unfinished uploads."""
@@ -112,10 +110,8 @@ class S3Store:
         ]
 
     def clear(self) -> None:
-        for key in self._names():
-            self.client.delete_object(Bucket=BUCKET, Key=key)
-        for upload in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()):
-            self.client.abort_multipart_upload(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
+        s3_backends.reset()
+        self.client.create_bucket(Bucket=BUCKET)
 
 
 @contextlib.contextmanager

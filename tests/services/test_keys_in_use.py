@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import pytest
 from openbao import OpenBao
 from rotation_case import TABLE, Case, materials
+from soak import SOAK
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import KeytoolsError
@@ -23,6 +25,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "single": {"double_wrapping": False},
     "footer_key": {"column_keys": {"ka": ["a"]}, "unlisted_columns": "footer_key"},
 }
+
+STATES = ("old", "new", "mixed")
 
 Loss = set[tuple[str, str]]
 """Pairs of file name and column."""
@@ -101,9 +105,10 @@ def operator(request: pytest.FixtureRequest, tmp_path: Path) -> Operator:
 def write_all(operator: Operator) -> None:
     """Write files of all kinds, with keys of two versions, separate and mixed."""
     case = operator.case
-    for kind, settings in KINDS.items():
-        for state in ("old", "new", "mixed"):
-            case.write(f"{kind}-{state}.parquet", tools=case.tools(**settings))
+    # A server takes most of the time: there, except in a soak, each kind is in one state only.
+    all_of_them = SOAK or case.keystore is not None
+    for kind, state in itertools.product(KINDS, STATES) if all_of_them else zip(KINDS, itertools.cycle(STATES)):
+        case.write(f"{kind}-{state}.parquet", tools=case.tools(**KINDS[kind]))
     operator.add_version()
     for path in sorted(case.folder.glob("*.parquet")):
         if "-old" not in path.name:
@@ -154,7 +159,6 @@ def happened(case: Case) -> Loss:
 def test_the_inventory_says_what_happens(operator: Operator) -> None:
     write_all(operator)
     case = operator.case
-    assert happened(case) == set()
     sizes = {}
     for master_key in ("kf", "ka", "kb"):
         # OpenBao cannot disable only the newer of two versions.
@@ -163,8 +167,9 @@ def test_the_inventory_says_what_happens(operator: Operator) -> None:
             with operator.disabled(master_key, version):
                 assert happened(case) == expected, (master_key, version)
             sizes[master_key, version] = len(expected)
-    print(f"\n{len(KINDS) * 3} files, {TABLE.num_columns} columns; lost with each key: {sizes}")
-    assert all(0 < number < len(KINDS) * 3 * TABLE.num_columns for key, number in sizes.items() if key[0] != "kf")
+    number_of_files = len(list(case.folder.glob("*.parquet")))
+    print(f"\n{number_of_files} files, {TABLE.num_columns} columns; lost with each key: {sizes}")
+    assert all(0 < number < number_of_files * TABLE.num_columns for key, number in sizes.items() if key[0] != "kf")
     assert happened(case) == set()
 
 
