@@ -53,7 +53,7 @@ _VALUES = st.one_of(
 
 
 @given(_structs(st.recursive(_VALUES, _nested, max_leaves=30)))
-@settings(max_examples=how_many(60, 10_000))
+@settings(max_examples=how_many(30, 10_000))
 def test_every_struct_is_written_and_read_back(struct: Struct) -> None:
     data = struct.as_bytes()
     assert read_struct(data) == (struct, len(data))

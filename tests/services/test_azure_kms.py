@@ -148,7 +148,7 @@ class _Contract(KmsClientContract):
         self.vault.keys[master_key_id].add_version()
 
 
-class TestContractOfRsa(_Contract):
+class TestContractOfRsa(SecondForm, _Contract):
     pass
 
 
@@ -157,7 +157,7 @@ class TestContractOfAesKeyWrap(SecondForm, _Contract):
     operations = WRAP_OPERATIONS
 
 
-class TestContractOfAesGcm(SecondForm, _Contract):
+class TestContractOfAesGcm(_Contract):
     kty = "oct-HSM"
 
 
@@ -555,11 +555,12 @@ def test_a_key_in_place_of_its_ciphertext_is_refused(vault: FakeVault, kms: Azur
 
 def test_many_calls_share_connections(vault: FakeVault) -> None:
     vault.latency_seconds = 0.05
+    before = threading.active_count()
     with client(vault, max_concurrent_calls=8) as kms:
         wrapped = kms.wrap_many([WrapRequest(SecretBytes.random(128), "hsm") for _ in range(40)])
         assert all(isinstance(key, str) for key in wrapped)
         assert vault.most_under_way <= 8
-    assert threading.active_count() < 60
+    assert threading.active_count() - before < 50
 
 
 def test_an_unreadable_key_is_asked_for_once(vault: FakeVault, kms: AzureKms) -> None:

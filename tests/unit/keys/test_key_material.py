@@ -3,8 +3,9 @@ import json
 import string
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from soak import how_many
 
 from parquet_keytools.errors import KeyMaterialError
 from parquet_keytools.keys.key_material import (
@@ -228,6 +229,7 @@ json_values = st.recursive(
 
 @given(st.text() | st.binary() | json_values.map(json.dumps))
 @example('{"keyMaterialType":"PKMT1","isFooterKey":true,"doubleWrapping":false,"masterKeyID":"\\ud800"}')
+@settings(max_examples=how_many(40, 1_000))
 def test_nothing_but_key_material_errors_leave(text: str | bytes) -> None:
     try:
         KeyMaterial.parse(text)
@@ -236,6 +238,7 @@ def test_nothing_but_key_material_errors_leave(text: str | bytes) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(sorted(fields())), json_values, max_size=4))
+@settings(max_examples=how_many(40, 1_000))
 def test_no_value_of_a_field_gets_another_error(changes: dict[str, object]) -> None:
     try:
         KeyMaterial.parse(json.dumps(fields(**changes)))

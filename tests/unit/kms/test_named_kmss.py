@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import math
+import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,7 +145,8 @@ class Waiting(InMemoryKms):
         self.ends: list[float] = []
 
     def _wrap_many(self, requests: Sequence[WrapRequest]) -> list[str | KmsError]:
-        threading.Timer(0.2, _thread.interrupt_main).start()
+        # A signal also ends the wait of the main thread.
+        threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
         assert self.is_over.wait(30)
         raise KmsUnavailableError("no answer")
 
