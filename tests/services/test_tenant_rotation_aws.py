@@ -87,9 +87,12 @@ class Place:
         return {name: number for name, number in counts.items() if number}
 
 
-@pytest.fixture(params=FORMS)
+every_form = pytest.mark.parametrize("place", FORMS, indirect=True)
+
+
+@pytest.fixture
 def place(request: pytest.FixtureRequest, moto: str, tmp_path: Path) -> Place:
-    place = Place(tmp_path, moto, request.param)
+    place = Place(tmp_path, moto, getattr(request, "param", "alias"))
     with Keytools.from_yaml(place.config) as keytools:
         keytools.write_dataset(place.data(), place.folder, partitioning=["tenant"])
     return place
@@ -100,6 +103,7 @@ def check_readable(place: Place) -> None:
         assert keytools.read_table(place.folder).num_rows == 2
 
 
+@every_form
 def test_all_keys_are_rotated(place: Place) -> None:
     assert place.counts("--new-keks") == {"rotated": 2}
     check_readable(place)
@@ -108,6 +112,7 @@ def test_all_keys_are_rotated(place: Place) -> None:
     place.run("verify", str(place.folder))
 
 
+@every_form
 def test_one_tenant_is_moved_to_another_key(place: Place) -> None:
     place.create("acme-2")
     move = {f"{place.start}-acme": f"{place.start}-acme-2"}
