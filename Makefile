@@ -134,11 +134,13 @@ soak: mutants mutation ## Hours: all mutants, crash points and races in place of
 		tests/tamper/test_rotation_concurrency.py tests/tamper/test_iceberg_crashes.py \
 		tests/tamper/test_iceberg_users.py tests/services/test_s3_rotation.py tests/interop/test_view_matrix.py \
 		tests/interop/test_rotated_files.py tests/interop/test_spark_files.py tests/services/test_rotation_attacks.py \
+		tests/interop/test_pyarrow_crypto_factory.py \
 		tests/services/test_aws_kms.py tests/services/test_azure_kms.py tests/services/test_several_kmss.py \
 		tests/services/test_pkcs11_kms.py tests/services/test_vault_kms.py tests/services/test_vault_faults.py \
 		tests/services/test_gcp_kms.py tests/services/test_keys_in_use.py \
 		tests/unit/cli \
 		tests/vectors/test_public_views.py tests/vectors/test_round_trip.py tests/vectors/test_page_ordinals.py \
+		tests/vectors/test_footers_kept.py \
 		tests/unit/iceberg tests/unit/serve \
 		tests/services/test_spark_pipelines.py tests/tamper/test_footer_memory.py \
 		tests/tamper/test_negative_numbers.py tests/unit/encryption tests/unit/kms/test_keystore.py tests/unit/config tests/unit/keys \

@@ -18,6 +18,7 @@ from iceberg_reader import KEYS, Warehouse, current_metadata
 from pyiceberg.catalog import sql
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.io import OutputFile
+from sqlalchemy import Engine, create_engine, event
 
 from parquet_keytools.iceberg import create_table, load_table
 from parquet_keytools.iceberg.encrypted_table import EncryptedTable
@@ -25,8 +26,18 @@ from parquet_keytools.iceberg.table_audit import TableAudit, located_table
 from parquet_keytools.iceberg.written_files import StoredFileIO
 
 CANARY = "canary-4711"
-# Each catalog would compile its statements again, which takes a fifth of the time of these tests.
-sql.create_engine = lru_cache(8)(sql.create_engine)  # type: ignore[assignment]
+
+
+@lru_cache(8)
+def _engine(url: str, **options: Any) -> Engine:
+    """Return one engine for all catalogs of a database; each new one would compile its statements again."""
+    engine = create_engine(url, **options)
+    # No test survives a power failure, and to wait for the disk takes a tenth of the time.
+    event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous = OFF"))
+    return engine
+
+
+sql.create_engine = _engine  # type: ignore[assignment]
 
 
 def rows(start: int, stop: int) -> pa.Table:

@@ -298,7 +298,7 @@ def test_little_more_is_read_than_of_the_plaintext_file(
 LARGER = [
     "select sum(a) from '{}://x.parquet' where id < 1000",
     "select sum(id) from '{}://x.parquet'",
-    "select max(text), avg(a) from '{}://x.parquet' where id between 250000 and 250100",
+    "select max(text), avg(a) from '{}://x.parquet' where id between 125000 and 125100",
 ]
 
 
@@ -306,7 +306,7 @@ LARGER = [
 def test_of_a_larger_file_no_more_is_read_than_thirty_percent(
     tmp_path: Path, write_page_index: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = 400_000
+    count = 200_000
     random = np.random.default_rng(1)
     columns: dict[str, Any] = {name: random.standard_normal(count) for name in "abc"}
     table = pa.table({"id": range(count), "text": [f"T{n % 900}" for n in range(count)], **columns})
@@ -314,7 +314,7 @@ def test_of_a_larger_file_no_more_is_read_than_thirty_percent(
     for folder in ("encrypted", "plain"):
         (tmp_path / folder).mkdir()
     source = tmp_path / "plain" / "x.parquet"
-    pq.write_table(table, source, row_group_size=100_000, write_page_index=write_page_index)
+    pq.write_table(table, source, row_group_size=50_000, write_page_index=write_page_index)
     case.encrypt(source)
     for query in LARGER:
         plain = CountedFiles(tmp_path / "plain")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from soak import SOAK
-from view_matrix import COLUMNS, ENGINES, HYPARQUET_ROW, Hyparquet, ViewMatrix, cells_of_page, view_matrix
+from view_matrix import COLUMNS, ENGINES, FILES, HYPARQUET_ROW, Hyparquet, ViewMatrix, cells_of_page, view_matrix
 
 SLOW = {("Ray", "fsspec")}
 """These rows start many processes: they run in a soak only. docs/engines.md, which always runs, has Ray, too."""
@@ -14,7 +14,8 @@ SLOW = {("Ray", "fsspec")}
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ViewMatrix]:
-    with view_matrix(tmp_path_factory.mktemp("views")) as made:
+    # Each costs the same time again, and no engine is to change its way between 20 and 100.
+    with view_matrix(tmp_path_factory.mktemp("views"), FILES if SOAK else 20) as made:
         yield made
 
 

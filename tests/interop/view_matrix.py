@@ -80,11 +80,13 @@ class Shown:
         keytools: Decrypts.
         folder: The files' folder.
         server: Serves them.
+        files: How many files the folder `many` has.
     """
 
     keytools: Keytools
     folder: Path
     server: ViewServer
+    files: int
 
     def data_set(self, name: str, query: str) -> Any:
         """Return a pyarrow data set."""
@@ -172,7 +174,7 @@ def datafusion_on_s3(shown: Shown, query: str) -> Answer:
 
 def chdb_over_http(shown: Shown, query: str) -> Answer:
     names = {name: f"url('{shown.server.url}{name}.parquet', 'Parquet')" for name in ("flights", "carriers")}
-    many = f"url('{shown.server.url}many/{{000..099}}.parquet', 'Parquet')"
+    many = f"url('{shown.server.url}many/{{000..{shown.files - 1:03}}}.parquet', 'Parquet')"
     return _chdb(SQL[query].format(**names, many=many, zip="place.zip"))
 
 
@@ -231,8 +233,8 @@ def polars_over_http(shown: Shown, query: str) -> Answer:
     import polars as pl
 
     def scan(name: str) -> Any:
-        paths = [f"many/{number:03}.parquet" for number in range(FILES)] if name == "many" else [f"{name}.parquet"]
-        return pl.scan_parquet([shown.server.url + path for path in paths])
+        names = [f"many/{number:03}" for number in range(shown.files)] if name == "many" else [name]
+        return pl.scan_parquet([f"{shown.server.url}{each}.parquet" for each in names])
 
     return _polars(query, scan)
 
@@ -446,7 +448,8 @@ def _rows(table: pa.Table) -> Answer:
 class ViewMatrix:
     """The files, shown with all rights, and with a refused column under each policy."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, files: int) -> None:
+        self._files = files
         passphrase = folder / "passphrase"
         passphrase.touch(mode=0o600)
         passphrase.write_text("a passphrase of the tests, long enough")
@@ -474,8 +477,8 @@ class ViewMatrix:
         ]
         keytools.write_table(FLIGHTS, data / "flights.parquet", row_group_size=1_000)
         keytools.write_table(CARRIERS, data / "carriers.parquet")
-        for number in range(FILES):
-            rows = FLIGHTS.slice(number * ROWS // FILES, ROWS // FILES)
+        for number in range(files):
+            rows = FLIGHTS.slice(number * ROWS // files, ROWS // files)
             keytools.write_table(rows, data / "many" / f"{number:03}.parquet")
 
     def _keytools(self, policy: str) -> Keytools:
@@ -505,7 +508,7 @@ class ViewMatrix:
             keytools = self._keytools(policy)
             tree = ServedTree(keytools.view(self._folder / "data"), "", folder=self._folder / "data")
             server = self._stack.enter_context(ViewServer(tree, with_s3=True))
-            self._shown[policy] = Shown(keytools, self._folder / "data", server)
+            self._shown[policy] = Shown(keytools, self._folder / "data", server, self._files)
         return self._shown[policy]
 
     def outcome(self, engine: Engine, column: str) -> str:
@@ -532,10 +535,10 @@ class ViewMatrix:
 
 
 @contextmanager
-def view_matrix(folder: Path) -> Iterator[ViewMatrix]:
+def view_matrix(folder: Path, files: int = FILES) -> Iterator[ViewMatrix]:
     """Serve the files of the matrix."""
     with ExitStack() as stack:
-        yield ViewMatrix(folder, stack)
+        yield ViewMatrix(folder, stack, files)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "interoperability.md"

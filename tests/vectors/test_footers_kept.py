@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from memory_files import MemorySource, NamedKeys, decrypted, encrypted
+from soak import SOAK
 
 from parquet_keytools.encryption.aad import ModulePlace, ModuleType
 from parquet_keytools.encryption.file_encryption import ColumnKey, FileEncryption
@@ -91,7 +92,8 @@ def _encrypted_parts(data: bytes, footer: Footer, keys: NamedKeys) -> list[bytes
 @pytest.mark.parametrize("own_keys", [0, 1, 2], ids=["footer key", "column keys", "every other column"])
 def test_a_footer_is_kept_when_a_file_is_encrypted_and_decrypted(parquet_test_data: Path, own_keys: int) -> None:
     kept = 0
-    for path in sorted(parquet_test_data.glob("*.parquet")):
+    # Outside of a soak, each file in one of the ways.
+    for path in sorted(parquet_test_data.glob("*.parquet"))[slice(None) if SOAK else slice(own_keys, None, 3)]:
         data = path.read_bytes()
         keys = NamedKeys()
         footer_dek = keys.new(b"kf")
@@ -108,7 +110,7 @@ def test_a_footer_is_kept_when_a_file_is_encrypted_and_decrypted(parquet_test_da
         assert _encrypted_parts(result, footer, keys) == before, path.name
         assert list(_parts(_plain_footer(decrypted(result, keys)), _visible)) == before, path.name
         kept += 1
-    assert kept > 30
+    assert kept >= 8
 
 
 def test_all_is_kept_where_nothing_moves(parquet_test_data: Path) -> None:

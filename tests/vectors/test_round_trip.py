@@ -160,8 +160,10 @@ def test_every_file_comes_back_equal(
 ) -> None:
     is_small_way = way[1] == 128 and way[4] == "stored"
     for number, (name, (data, footer, expected, table)) in enumerate(files.items()):
-        if len(data) > 50_000 and not (is_small_way and (SOAK or way[3] == "own")):
-            continue  # The large files have many small pages, and add nothing new in each way.
+        # The large files have many small pages, and add nothing new in each way.
+        is_for_large = SOAK or (way[3] == "own" and way[2] is (way[0] is Algorithm.AES_GCM_CTR_V1))
+        if len(data) > 50_000 and not (is_small_way and is_for_large):
+            continue
         if not (is_small_way or SOAK or _has_length(number, way)):
             continue
         keys = NamedKeys()

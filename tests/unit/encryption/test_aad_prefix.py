@@ -8,9 +8,10 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_files import MemorySource, NamedKeys, encrypted
+from soak import how_many
 
 from parquet_keytools.encryption.aad import (
     ExpectedAadPrefix,
@@ -70,6 +71,7 @@ def _opens(envelope: FooterEnvelope, expected: ExpectedAadPrefix) -> bool:
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)
 
 
+@settings(max_examples=how_many(40, 400))
 @given(texts, st.booleans(), st.binary(min_size=8, max_size=8), st.data(), st.booleans())
 def test_no_other_cut_of_the_aad_is_accepted(
     text: str, ends_in_nul: bool, unique: bytes, data: st.DataObject, supplied: bool

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,15 +111,18 @@ def test_a_worker_process_reads_what_it_is_sent(lake: Lake) -> None:
     table.append(rows(0, 5))
     task = next(iter(lake.catalog().load_table("db.people").scan().plan_files()))
     file_io = lake.catalog().load_table("db.people").io
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(read_location, (pickle.dumps(file_io), task.file.file_path)) == 5
+    sent = pickle.dumps((file_io, task.file.file_path))
+    done = subprocess.run([sys.executable, "-c", WORKER], input=sent, capture_output=True, check=True, timeout=120)
+    assert int(done.stdout) == 5
 
 
-def read_location(pickled: bytes, location: str) -> int:
-    from pyarrow import parquet
-
-    with pickle.loads(pickled).new_input(location).open() as file:
-        return int(parquet.read_table(file).num_rows)
+WORKER = """
+import pickle, sys
+from pyarrow import parquet
+file_io, location = pickle.load(sys.stdin.buffer)
+with file_io.new_input(location).open() as file:
+    print(parquet.read_table(file).num_rows)
+"""
 
 
 def test_another_file_io_is_refused(monkeypatch: pytest.MonkeyPatch, lake: Lake) -> None:

@@ -92,7 +92,7 @@ def partition_otherwise(table: Table) -> None:
 
 
 def delete(table: Table) -> None:
-    table.delete("id in (3, 4, 45, 57)")
+    table.delete("id in (3, 4, 57)")
 
 
 def overwrite(table: Table) -> None:
@@ -104,8 +104,8 @@ def append(start: int) -> Callable[[Table], None]:
 
 
 STEPS = [
-    append(40), rename, append(50), delete, add, append(60), promote, append(70), drop_and_use_the_name_again,
-    append(80), partition, append(90), overwrite, partition_otherwise, append(100), delete,
+    rename, append(50), delete, add, promote, append(70), drop_and_use_the_name_again, partition, append(90),
+    overwrite, partition_otherwise, append(100), delete,
 ]  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_each_read_of_a_table_that_changed_equals_that_of_its_plaintext_twin(tmp
         assert read(encrypted) == read(plain)
     for row_filter in (
         "id > 44",
-        "id in (3, 5, 47, 92, 201)",
+        "id in (3, 5, 52, 92, 201)",
         IsNull("weight"),
         NotNull("full_name"),
         "part = 'c'",
@@ -140,7 +140,7 @@ def test_each_read_of_a_table_that_changed_equals_that_of_its_plaintext_twin(tmp
     assert read(encrypted, selected_fields=fields) == read(plain, selected_fields=fields)
     # Each snapshot, under its own schema.
     snapshots = list(zip(encrypted.metadata.snapshots, plain.metadata.snapshots, strict=True))
-    assert len(snapshots) > 10
+    assert len(snapshots) > 8
     for one, other in sample(snapshots, 3, 0):
         assert read(encrypted, snapshot_id=one.snapshot_id) == read(plain, snapshot_id=other.snapshot_id)
     assert lake.findings(encrypted.metadata_location) == []
@@ -202,14 +202,12 @@ def test_columns_may_have_any_names(lake: Lake) -> None:
     rows = pa.table({"id": [1, 2, 3], **all_of(["x", None, "y"])})
     inner = pa.struct([*struct(pa.string()), ("more", pa.list_(struct(pa.int64())))])
     rows = rows.append_column("s", pa.array([{**all_of("a"), "more": [all_of(1)]}, None, {"more": []}], inner))
-    rows = rows.append_column("l", pa.array([[all_of("q")], [], None], pa.list_(struct(pa.string()))))
-    rows = rows.append_column(
-        "m", pa.array([[("k", all_of(1.5))], None, []], pa.map_(pa.string(), struct(pa.float64())))
-    )
+    rows = rows.append_column("l", pa.array([[{"a.b": "q"}], [], None], pa.list_(pa.struct({"a.b": pa.string()}))))
+    kind = pa.map_(pa.string(), pa.struct({"nul\0": pa.float64()}))
+    rows = rows.append_column("m", pa.array([[("k", {"nul\0": 1.5})], None, []], kind))
     plain, encrypted = twins(lake, rows.schema)
     for table in (plain, encrypted):
         table.append(rows)
-        table.overwrite(rows.slice(0, 1), "id = 1")
         with table.update_spec() as spec:
             for name in ODD_NAMES:
                 spec.add_field(name, IdentityTransform(), f"{name} part")

@@ -90,7 +90,7 @@ def test_single_wrapping_unwraps_each_key_once(tmp_path: Path, aad_prefix: str |
     """Arrow by itself makes 1 + 7 x columns x row groups calls for each file."""
     tools, kms = keytools(double_wrapping=False, aad_prefix=aad_prefix)
     for number in range(3):
-        tools.write_table(TABLE, tmp_path / f"{number}.parquet", row_group_size=1)
+        tools.write_table(TABLE, tmp_path / f"{number}.parquet", row_group_size=10)
     assert kms.call_counts == {"wrap": 18}
     for _ in range(2):
         assert tools.read_table(tmp_path / "0.parquet").num_rows == 40
@@ -101,7 +101,7 @@ def test_single_wrapping_unwraps_each_key_once(tmp_path: Path, aad_prefix: str |
 def test_single_wrapping_with_plain_pyarrow(tmp_path: Path) -> None:
     tools, kms = keytools(double_wrapping=False)
     path = tmp_path / "x.parquet"
-    tools.write_table(TABLE, path, row_group_size=1)
+    tools.write_table(TABLE, path, row_group_size=10)
     for _ in range(3):
         pq.read_table(path, decryption_properties=tools.decryption_properties(path))
     assert kms.call_counts == {"wrap": 6, "unwrap": 6}
@@ -131,10 +131,10 @@ def test_keys_of_many_files_are_asked_for_together(tmp_path: Path) -> None:
 def test_a_long_data_set_asks_for_keys_of_a_hundred_files(tmp_path: Path) -> None:
     tools, kms = keytools(double_wrapping=False, column_keys={}, unlisted_columns="footer_key")
     table = TABLE.slice(0, 1).select(["plain"])
-    for number in range(250):
+    for number in range(225):
         tools.write_table(table, tmp_path / f"{number:03}.parquet")
-    assert tools.dataset(tmp_path).to_table().num_rows == 250
-    assert sum(kms.unwrap_rounds) == 250
+    assert tools.dataset(tmp_path).to_table().num_rows == 225
+    assert sum(kms.unwrap_rounds) == 225
     assert max(kms.unwrap_rounds) == 100
     assert len(kms.unwrap_rounds) <= 7
 
@@ -176,7 +176,7 @@ def test_32_threads_write_with_one_call_for_each_key(tmp_path: Path, aad_prefix:
     def meet() -> None:
         """Wait a moment, so that two threads can be there at once."""
         with contextlib.suppress(threading.BrokenBarrierError):
-            meeting.wait(0.5)
+            meeting.wait(0.2)
 
     tools, kms = keytools(aad_prefix=aad_prefix)
     kms.before_answer = meet

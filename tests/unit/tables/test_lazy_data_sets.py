@@ -8,6 +8,8 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import time
 import weakref
 from collections import Counter
@@ -308,8 +310,10 @@ def test_a_pickle_is_read_by_a_worker(tmp_path: Path, monkeypatch: pytest.Monkey
     restored = pickle.loads(content)
     assert restored.schema == dataset.schema
     assert restored.to_table() == dataset.to_table()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply_async(rows, [dataset]).get(120) == 50
+    program = "import pickle, sys; print(pickle.load(sys.stdin.buffer).to_table().num_rows)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, input=pickle.dumps(dataset), capture_output=True, check=True, timeout=120)
+    assert int(done.stdout) == 50
     with pytest.raises(ValueError, match="filter"):
         pickle.dumps(dataset.filter(IS_3))
     with pytest.raises(ConfigurationError, match="cannot be pickled"):
