@@ -164,7 +164,9 @@ def test_every_file_comes_back_equal(
         is_for_large = SOAK or (way[3] == "own" and way[2] is (way[0] is Algorithm.AES_GCM_CTR_V1))
         if len(data) > 50_000 and not (is_small_way and is_for_large):
             continue
-        if not (is_small_way or SOAK or _has_length(number, way)):
+        # Every other file in each small way, and each large file in one.
+        is_chosen = is_small_way and (number + WAYS.index(way)) % 2 == 0
+        if not (is_chosen or SOAK or _has_length(number, way)):
             continue
         keys = NamedKeys()
         encryption, aad_prefix = _encryption(footer, keys, way)
