@@ -51,6 +51,5 @@ def test_a_call_leaves_no_garbage(call: Callable[[Keytools, Path], object], tmp_
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.unfreeze()
         gc.enable()
     assert left == set()
