@@ -361,9 +361,11 @@ def test_an_interruption_leaves_nothing_partial(
         assert done.stderr == said
         assert names(target.parent) == []
     else:
-        assert done.stderr == (
-            f"2 of 3 files were encrypted before this. Continue with --skip-existing, or do all "
+        # The second file may be complete before or after the third one is interrupted.
+        assert done.stderr in (
+            f"{number} of 3 files were encrypted before this. Continue with --skip-existing, or do all "
             f"of them again with --overwrite.\n{said}"
+            for number in (1, 2)
         )
         # The first is written alone, the others at the same time.
         assert names(target) in ([PARTS[0], other] for other in PARTS[1:])
