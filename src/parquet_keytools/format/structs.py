@@ -89,14 +89,6 @@ class Record:
         fields = {name: field for name, field in vars(cls).items() if isinstance(field, Optional)}
         return {field.field_id: (name, field.codec.wire_types) for name, field in fields.items()}
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Record) and type(self) is type(other) and self.struct == other.struct
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}, fields {sorted(self.struct.types())}>"
-
 
 @dataclass(frozen=True)
 class _Codec(Generic[T]):
@@ -166,11 +158,6 @@ class Records(Sequence[RecordT]):
         """Yield the records; structs that are read for this are not kept."""
         structs = self._structs
         return map(self._record, structs if isinstance(structs, list) else structs.passing())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def records_of(record: type[RecordT]) -> _Codec[Sequence[RecordT]]:

@@ -415,11 +415,6 @@ class Structs(Sequence["Struct"]):
             struct = read.get(position)
             yield bytes(data[places[position] : places[position + 1]]) if struct is None else struct.as_bytes()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 class Struct:
     """A struct: bytes whose fields are decoded when they are read, and fields that were set; for any thread.

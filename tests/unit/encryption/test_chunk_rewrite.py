@@ -432,7 +432,8 @@ def test_a_chunk_without_pages_names_no_index_page() -> None:
     metadata = read_footer(MemorySource(stored), keys).metadata
     assert all(column.index_page_offset is None for column in columns_of(metadata))
     back = footer_of(decrypted(stored, keys)).row_groups[0]
-    assert back.columns == footer_of(stream.getvalue()).row_groups[0].columns
+    plain = footer_of(stream.getvalue()).row_groups[0]
+    assert [chunk.serialise() for chunk in back.columns] == [chunk.serialise() for chunk in plain.columns]
 
 
 def test_a_chunk_says_where_it_begins_or_nothing(indexed: bytes) -> None:

@@ -86,7 +86,7 @@ def test_sizes_and_crcs_are_read_and_replaced(page_type: int, extra: dict[int, o
             position = crc_position(facts, 77)
             padded = padded[:position] + padded_crc(0xFEDC_BA98) + padded[position + 5 :]
             record.crc = 0xFEDC_BA98 - 2**32
-        assert PageHeader.read(padded)[0] == record
+        assert PageHeader.read(padded)[0].struct == record.struct
 
 
 def test_a_header_with_its_fields_in_another_order_is_brought_into_order() -> None:
