@@ -94,20 +94,17 @@ def _contents_of(data: bytes) -> PageContents | None:
     length = header.uncompressed_page_size
     if header.type == PageHeader.INDEX_PAGE:
         return PageContents(length, 0, 0, True) if length >= 0 else None
-    inner = {
-        PageHeader.DATA_PAGE: header.data_page_header,
-        PageHeader.DICTIONARY_PAGE: header.dictionary_page_header,
-        PageHeader.DATA_PAGE_V2: header.data_page_header_v2,
-    }[header.type]
-    if inner is None:
+    ids = {PageHeader.DATA_PAGE: 5, PageHeader.DICTIONARY_PAGE: 7, PageHeader.DATA_PAGE_V2: 8}
+    wire_type, inner = header.struct.entry(ids[header.type]) or (None, None)
+    if wire_type is not WireType.STRUCT:
         return None
     required = {PageHeader.DATA_PAGE: 4, PageHeader.DICTIONARY_PAGE: 2, PageHeader.DATA_PAGE_V2: 6}[header.type]
-    numbers = inner.struct.numbers([(field_id, WireType.I32) for field_id in range(1, required + 1)])
+    numbers = inner.numbers([(field_id, WireType.I32) for field_id in range(1, required + 1)])
     if length < 0 or any(number is None or number < 0 for number in numbers):
         return None
     if header.type != PageHeader.DATA_PAGE_V2:
         return PageContents(length, numbers[0] or 0, 0, True)
-    is_compressed = inner.struct.types().get(7) is not WireType.FALSE
+    is_compressed = inner.types().get(7) is not WireType.FALSE
     return PageContents(length, numbers[0] or 0, (numbers[4] or 0) + (numbers[5] or 0), is_compressed)
 
 

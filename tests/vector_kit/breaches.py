@@ -11,7 +11,6 @@ from parquet_keytools.conformance.report import RULES
 from parquet_keytools.format.structs import (
     Aes,
     BloomFilterHeader,
-    DictionaryPageHeader,
     EncryptionAlgorithm,
     EncryptionWithFooterKey,
     FileMetaData,
@@ -154,9 +153,7 @@ def _statistics(visible: Any) -> None:
 
 def _dictionary_type(header: PageHeader) -> None:
     header.type = PageHeader.DICTIONARY_PAGE
-    inner = DictionaryPageHeader()
-    inner.num_values = 1
-    header.dictionary_page_header = inner
+    header.struct.set_entry(_DICTIONARY_HEADER, (WireType.STRUCT, Struct({1: (WireType.I32, 1)})))
 
 
 def _index_page(r: int, c: int, pages: list[PlainPage]) -> list[PlainPage]:
@@ -227,8 +224,8 @@ def _levels_outside(seed: int) -> Recipe:
     levels: dict[Place, bytes] = {}
 
     def pages(r: int, c: int, found: list[PlainPage]) -> list[PlainPage]:
-        headers = [page.header.data_page_header_v2 for page in found]
-        lengths[r, c] = [header.struct.fields[_DEFINITION_LEVELS][1] for header in headers if header is not None]
+        headers = [page.header.struct.entry(_HEADER_V2) for page in found]
+        lengths[r, c] = [entry[1].fields[_DEFINITION_LEVELS][1] for entry in headers if entry is not None]
         return found
 
     def module(module: Module) -> None:
@@ -242,6 +239,9 @@ def _levels_outside(seed: int) -> Recipe:
 
     return recipe(seed, pages=pages, module=module, sealed=sealed)
 
+
+_DICTIONARY_HEADER, _HEADER_V2 = 7, 8
+"""Fields of a page header: the headers of a dictionary page, and of a data page V2."""
 
 _DEFINITION_LEVELS = 5
 """Field of DataPageHeaderV2: the number of bytes of definition levels at the beginning of a page."""

@@ -142,8 +142,8 @@ _contents = PageContents._make
 _INNER_IDS = {
     PageHeader.DATA_PAGE: PageHeader.data_page_header.field_id,
     PageHeader.INDEX_PAGE: 6,
-    PageHeader.DICTIONARY_PAGE: PageHeader.dictionary_page_header.field_id,
-    PageHeader.DATA_PAGE_V2: PageHeader.data_page_header_v2.field_id,
+    PageHeader.DICTIONARY_PAGE: 7,
+    PageHeader.DATA_PAGE_V2: 8,
 }
 """Page type -> the field with the header of its own."""
 

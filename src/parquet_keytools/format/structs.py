@@ -441,18 +441,6 @@ class DataPageHeader(Record):
     num_values = Required(1, I32)
 
 
-class DictionaryPageHeader(Record):
-    """Header of a dictionary page."""
-
-    num_values = Required(1, I32)
-
-
-class DataPageHeaderV2(Record):
-    """Header of a data page V2."""
-
-    num_values = Required(1, I32)
-
-
 class PageHeader(Record):
     """Header of a page; `compressed_page_size` is the length in bytes of what follows it."""
 
@@ -461,8 +449,6 @@ class PageHeader(Record):
     compressed_page_size = Required(3, I32)
     crc = Optional(4, I32)
     data_page_header = Optional(5, nested(DataPageHeader))
-    dictionary_page_header = Optional(7, nested(DictionaryPageHeader))
-    data_page_header_v2 = Optional(8, nested(DataPageHeaderV2))
 
     DATA_PAGE: ClassVar[int] = 0
     INDEX_PAGE: ClassVar[int] = 1

@@ -53,7 +53,8 @@ from parquet_keytools.format.thrift import Struct, ThriftList, WireType, read_st
 from parquet_keytools.storage.locations import BufferSource, FileLocation
 
 _PRICE = 2
-_DEFINITION_LEVELS_LENGTH = 5
+_HEADER_V2, _DEFINITION_LEVELS_LENGTH = 8, 5
+"""Fields of `PageHeader`, and of the header in it."""
 
 
 def verified(data: bytes, expectation: Expectation | None = None) -> FileReport:
@@ -76,10 +77,9 @@ def test_a_page_v2_whose_levels_leave_no_room_for_a_module(left: int, is_ctr: bo
 
     def page_header(place: Place, header: PageHeader) -> None:
         if place[0] == DATA_PAGE and place[2] == _PRICE:
-            inner = header.data_page_header_v2
-            assert inner is not None
+            inner = header.struct.fields[_HEADER_V2][1]
             levels = header.compressed_page_size - 4 - left
-            inner.struct.set_entry(_DEFINITION_LEVELS_LENGTH, (WireType.I32, levels))
+            inner.set_entry(_DEFINITION_LEVELS_LENGTH, (WireType.I32, levels))
 
     def sealed(place: Place, data: bytes) -> bytes:
         if place[0] != DATA_PAGE or place[2] != _PRICE:
@@ -327,9 +327,8 @@ def test_a_required_field_of_a_page_v2_that_is_missing(field_id: int) -> None:
 def test_levels_that_are_no_part_of_their_page(length: int) -> None:
     def page_header(place: Place, header: PageHeader) -> None:
         if place == (DATA_PAGE, 0, _PRICE, 1):
-            inner = header.data_page_header_v2
-            assert inner is not None
-            inner.struct.set_entry(_DEFINITION_LEVELS_LENGTH, (WireType.I32, length))
+            inner = header.struct.fields[_HEADER_V2][1]
+            inner.set_entry(_DEFINITION_LEVELS_LENGTH, (WireType.I32, length))
 
     data = SealedFile(recipe(1, page_header=page_header), {"v2": True}).make()
     assert broken(verified(data)) == {"page-header"}

@@ -14,7 +14,7 @@ from parquet_keytools.format.pages import (
     read_page_header,
     with_sizes,
 )
-from parquet_keytools.format.structs import DataPageHeader, DataPageHeaderV2, DictionaryPageHeader, PageHeader
+from parquet_keytools.format.structs import PageHeader
 from parquet_keytools.format.thrift import (
     Struct,
     ThriftList,
@@ -32,13 +32,13 @@ def _header(
     header.compressed_page_size = length
     header.crc = crc
     nested = Struct({1: (WireType.I32, 17), 2: (WireType.I32, 0), **(extra or {})})  # type: ignore[dict-item]
-    if page_type == PageHeader.DATA_PAGE:
-        header.data_page_header = DataPageHeader(nested)
-    elif page_type == PageHeader.DICTIONARY_PAGE:
-        header.dictionary_page_header = DictionaryPageHeader(nested)
-    elif page_type == PageHeader.DATA_PAGE_V2:
-        header.data_page_header_v2 = DataPageHeaderV2(nested)
+    if page_type in _INNER_IDS:
+        header.struct.set_entry(_INNER_IDS[page_type], (WireType.STRUCT, nested))
     return header
+
+
+_INNER_IDS = {PageHeader.DATA_PAGE: 5, PageHeader.DICTIONARY_PAGE: 7, PageHeader.DATA_PAGE_V2: 8}
+"""Page type -> the field with the header of its own."""
 
 
 _STATISTICS = Struct(
