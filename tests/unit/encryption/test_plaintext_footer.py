@@ -23,8 +23,8 @@ from parquet_keytools import Keytools
 from parquet_keytools.conformance.report import Outcome
 from parquet_keytools.encryption.footer import read_envelope, read_footer
 from parquet_keytools.errors import FooterSignatureError, UnsupportedByArrowError, VisibleMetadataError
-from parquet_keytools.format.partial_footers import schema_alone, spark_schema_alone
-from parquet_keytools.format.structs import FileMetaData
+from parquet_keytools.format.partial_footers import VisibleKeyValues, schema_alone, spark_schema_alone
+from parquet_keytools.format.structs import FileMetaData, KeyValue
 from parquet_keytools.format.thrift import Struct, ThriftList, WireType
 
 CANARY = b"CANARY-4711"
@@ -392,6 +392,39 @@ def test_what_is_no_arrow_schema_is_not_shown() -> None:
     for position in sample(range(len(message)), 7, 3):
         schema_alone(message[:position] + b"\xff" + message[position + 1 :])
     assert schema_alone(CANARY * 10) is None
+
+
+def test_bytes_that_no_reader_of_arrow_looks_at_are_hidden() -> None:
+    """Arrow reads the same schema with and without them, metadata included."""
+    message = pa.schema([("a", pa.string())]).serialize().to_pybytes()
+    length = len(message) - 8 + len(CANARY)
+    grown = message[:4] + struct.pack("<I", length) + message[8:] + CANARY
+    read = pa.ipc.read_schema(pa.py_buffer(grown))
+    assert read.equals(pa.ipc.read_schema(pa.py_buffer(message)), check_metadata=True)
+    alone = schema_alone(grown)
+    assert alone is not None and CANARY not in alone
+    entry = KeyValue()
+    for value, hides in ((message, False), (grown, True)):
+        entry.key, entry.value = "ARROW:schema", base64.b64encode(value).decode()
+        assert VisibleKeyValues().hides(entry) is hides
+
+
+def test_fields_that_are_shared_are_no_arrow_schema() -> None:
+    """Arrow copies each of them: it reads 45 KB, in which many fields share one long name, as 1 GB."""
+    message = bytearray(pa.schema([("a", pa.int8()), ("a", pa.int8())]).serialize().to_pybytes())
+
+    def number(layout: str, place: int) -> int:
+        return int(struct.unpack_from(layout, message, place)[0])
+
+    def target(table: int, slot: int) -> int:
+        place = table + number("<H", table - number("<i", table) + 4 + 2 * slot)
+        return place + number("<I", place)
+
+    fields = target(target(8 + number("<I", 8), 2), 1)
+    assert number("<I", fields) == 2 and schema_alone(bytes(message)) is not None
+    struct.pack_into("<I", message, fields + 8, number("<I", fields + 4) - 4)
+    assert pa.ipc.read_schema(pa.py_buffer(message)).names == ["a", "a"]
+    assert schema_alone(bytes(message)) is None
 
 
 def test_a_spark_schema_keeps_types_only() -> None:
