@@ -16,7 +16,6 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
-from fsspec.callbacks import DEFAULT_CALLBACK
 from pyarrow import fs as pafs
 
 from parquet_keytools import audit
@@ -547,15 +546,6 @@ class KeytoolsFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
                     rekey_file(self._keys, self._keys, source, target, self._table_name, table_name, None)
                 else:
                     self._output(target).close()  # A mark, or refused.
-
-    def put_file(
-        self, lpath: Any, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **options: Any
-    ) -> None:
-        """Write a local plain Parquet file, as `open` does. For a folder, make an empty one."""
-        if mode != "overwrite":  # Old versions of fsspec do not take it.
-            options["mode"] = mode
-        with contextlib.nullcontext() if Path(lpath).is_dir() else self._in_new_folders(rpath):
-            super().put_file(lpath, rpath, callback=callback, **options)
 
     @contextlib.contextmanager
     def _in_new_folders(self, path: str) -> Iterator[FileLocation]:
