@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,8 +78,12 @@ class IcebergKeys:
                 return [error]
 
         lifetime = self.service.configuration.reading.cache_lifetime_seconds
-        with _hint_for_tables():
+        try:
             return value_or_raise(self._keks.get_many([(identifier, wrapped_kek)], load, lifetime)[0])
+        except KmsAccessDeniedError as error:
+            # The advice to read other columns is of no use.
+            error.hint = "Ask for the permission: all columns of the table need this master key."
+            raise
 
     def wrap_kek(self, kek: SecretBytes, master_key_id: str) -> bytes:
         """Wrap a KEK under the current version of a master key, and check that the result unwraps to it.
@@ -93,8 +97,7 @@ class IcebergKeys:
                 f"an Iceberg table has one master key, and {identifier!r} names one for each value.",
                 hint=f"Create one table for each value, under a key such as {with_value(identifier, 'VALUE')!r}.",
             )
-        with _hint_for_tables():
-            wrapped = kms.wrap_raw(kek, identifier)
+        wrapped = kms.wrap_raw(kek, identifier)
         if self.kek(wrapped, master_key_id) != kek:
             raise KmsResponseInvalidError(
                 "the wrapped KEK does not unwrap to the KEK",
@@ -120,16 +123,6 @@ class IcebergKeys:
                 hint="Describe the KMS under `kms:`.",
             )
         return self.service.kms
-
-
-@contextlib.contextmanager
-def _hint_for_tables() -> Iterator[None]:
-    """Replace the advice to read other columns."""
-    try:
-        yield
-    except KmsAccessDeniedError as error:
-        error.hint = "Ask for the permission: all columns of the table need this master key."
-        raise
 
 
 class KeyChain:
