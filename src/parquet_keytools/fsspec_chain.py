@@ -14,9 +14,6 @@ from parquet_keytools.keytools import Keytools
 CONFIG_VARIABLE = "PARQUET_KEYTOOLS_CONFIG"
 """Environment variable with the path of the configuration, unless `storage_options` has it."""
 
-_WILDCARDS = frozenset("*?")
-"""Patterns in the target URL are refused: readers would only report that they find no files."""
-
 
 class KeytoolsUrls(fsspec.AbstractFileSystem):  # type: ignore[misc]
     """The class that fsspec calls for the protocol; it returns a `KeytoolsFileSystem`.
@@ -51,7 +48,6 @@ class KeytoolsUrls(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
         Raises:
             ConfigurationError: The configuration is missing or has mistakes, or an option is not known.
-            FileNotFoundError: `fo` is a pattern.
         """
         unknown = options.keys() - {"skip_instance_cache", "use_listings_cache", "asynchronous", "loop"}
         if unknown:
@@ -69,9 +65,4 @@ class KeytoolsUrls(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if fo is None:
             return keytools.filesystem(table)
         below = fsspec.filesystem(target_protocol or "file", **(target_options or {}))
-        if not _WILDCARDS.isdisjoint(fo) and not below.exists(fo):
-            raise FileNotFoundError(
-                f"there is no file or folder {fo}. Put a pattern before the folder at which it begins: "
-                "'keytools://2013/*.parquet::s3://lake/flights'."
-            )
         return keytools.view(fo, table_name=table, filesystem=below)
