@@ -506,7 +506,7 @@ class ViewMatrix:
         """Return the files under a policy; `all` has all rights."""
         if policy not in self._shown:
             keytools = self._keytools(policy)
-            tree = ServedTree(keytools.view(self._folder / "data"), "", folder=self._folder / "data")
+            tree = ServedTree(keytools.view(self._folder / "data"), folder=self._folder / "data")
             server = self._stack.enter_context(ViewServer(tree, with_s3=True))
             self._shown[policy] = Shown(keytools, self._folder / "data", server, self._files)
         return self._shown[policy]

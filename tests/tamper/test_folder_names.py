@@ -237,7 +237,7 @@ def test_no_engine_shows_the_name_of_the_folder(
 @pytest.fixture
 def server(case: ViewCase) -> Iterator[ViewServer]:
     folder = case.folder / "data"
-    with ViewServer(ServedTree(case.keytools().view(folder), "", folder=folder), with_s3=True) as running:
+    with ViewServer(ServedTree(case.keytools().view(folder), folder=folder), with_s3=True) as running:
         yield running
 
 
@@ -257,7 +257,7 @@ def test_it_is_not_served(case: ViewCase, server: ViewServer) -> None:
 def test_it_is_not_mounted(case: ViewCase) -> None:
     moved(case, "ssn=EVIL")
     folder = case.folder / "data"
-    mounted = MountedTree(ServedTree(case.keytools().view(folder), "", folder=folder), lambda: None)
+    mounted = MountedTree(ServedTree(case.keytools().view(folder), folder=folder), lambda: None)
     assert {name for name, *_ in mounted.readdir("/ssn=EVIL", 0)} == {".", ".."}
     assert {name for name, *_ in mounted.readdir("/", 0)} == {".", "..", "beside.parquet", "ssn=EVIL"}
     for attempt in (

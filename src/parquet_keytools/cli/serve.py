@@ -186,7 +186,7 @@ def viewed_tree(keytools: Keytools, path: str, table: str | None) -> tuple[Serve
     only = location.name if file_or_folder(location).is_file else None
     if only is not None:
         location = FileLocation(location.filesystem, str(PurePosixPath(location.path).parent))
-    tree = ServedTree(keytools.view(location, table_name=table), "", folder=location, only=only)
+    tree = ServedTree(keytools.view(location, table_name=table), folder=location, only=only)
     first = next(tree.keys(""), None)
     if first is None:
         raise NoParquetFilesError(path=path)

@@ -69,20 +69,18 @@ class ServedEntry:
 class ServedTree:
     """The files of a data set in a folder, read-only; names that readers skip, as `_SUCCESS`, are not served.
 
-    `folder` is the place of `root` in storage: links that lead out of it are refused. `only` is the key of the
-    only file to serve. The file system's `ukey` must change whenever the file does.
+    `folder` is the place of the file system's root in storage: links that lead out of it are refused. `only` is
+    the key of the only file to serve. The file system's `ukey` must change whenever the file does.
     """
 
     def __init__(
         self,
         filesystem: Any,
-        root: str,
         *,
         folder: PathLike | FileLocation | None = None,
         only: str | None = None,
     ) -> None:
         self._filesystem = filesystem
-        self._root = root.rstrip("/")
         self._folder = None if folder is None else FileLocation.resolve(folder)
         is_local = self._folder is not None and self._folder.is_local
         self._local_folder = Path(self._folder.path).resolve() if self._folder and is_local else None
@@ -91,7 +89,7 @@ class ServedTree:
 
     def find(self, key: str) -> ServedFile:
         """Return the current version of a file; `FileNotFoundError` if it does not exist or is not served."""
-        path = self._path_of(key)
+        path = self._checked(key)
         if self._only not in (None, key) or not key:
             raise FileNotFoundError(key)
         facts = self._filesystem.info(path)
@@ -125,13 +123,13 @@ class ServedTree:
             raise
         except (KeytoolsError, PermissionError):
             # A foreign or damaged file. Reading it raises the error; listing its folder must still work.
-            facts = self._filesystem.info(self._path_of(key))
+            facts = self._filesystem.info(self._checked(key))
             return ServedFile(key, int(facts["size"]), _seconds(facts), _etag(secrets.token_bytes(20)), "")
 
     @contextlib.contextmanager
     def open(self, file: ServedFile) -> Iterator[ReadRange]:
         """Open the version of a file that `find` returned, or raise `FileChangedError`."""
-        with self._opened(self._path_of(file.key)) as stream:
+        with self._opened(self._checked(file.key)) as stream:
             if self._described(file.key, file.version, stream, None).etag != file.etag:
                 raise _changed(file)
             yield partial(self._read, file, stream)
@@ -151,13 +149,13 @@ class ServedTree:
     def is_current(self, file: ServedFile) -> bool:
         """Return whether a file is still this version; this needs no key."""
         with contextlib.suppress(FileNotFoundError):
-            return bool(self._filesystem.ukey(self._path_of(file.key)) == file.version)
+            return bool(self._filesystem.ukey(self._checked(file.key)) == file.version)
         return False
 
     def is_folder(self, key: str) -> bool:
         """Return whether the key is an existing folder."""
         try:
-            return bool(self._filesystem.info(self._path_of(key))["type"] == "directory")
+            return bool(self._filesystem.info(self._checked(key))["type"] == "directory")
         except FileNotFoundError:
             return False
 
@@ -171,7 +169,7 @@ class ServedTree:
 
     def entries(self, folder: str) -> list[ServedEntry]:
         """Return the entries of a folder in the order of S3."""
-        path = self._path_of(folder)
+        path = self._checked(folder)
         if not self.is_folder(folder):
             raise FileNotFoundError(folder)
         found = []
@@ -181,7 +179,7 @@ class ServedTree:
             if self._only is None and names_passed_over(name):
                 continue
             try:
-                place, kind = self._path_of(key), facts["type"]
+                place, kind = self._checked(key), facts["type"]
                 if kind not in ("file", "directory"):
                     kind = self._filesystem.info(place)["type"]  # `ls` reports a link, `info` reports its target.
             except FileNotFoundError:
@@ -225,8 +223,8 @@ class ServedTree:
         # No read-ahead, since each byte costs a decryption.
         return self._filesystem.open(path, "rb", cache_type="none")
 
-    def _path_of(self, key: str) -> str:
-        """Return the path of a valid key that readers do not skip, and that does not lead out of the folder."""
+    def _checked(self, key: str) -> str:
+        """Return a valid key that readers do not skip, and that does not lead out of the folder."""
         parts = key.split("/") if key else []
         if (
             any(part in ("", ".", "..") for part in parts)
@@ -242,7 +240,7 @@ class ServedTree:
                 raise FileNotFoundError(key) from None
             if not place.is_relative_to(self._local_folder):
                 raise FileNotFoundError(key)
-        return "/".join([self._root, *parts]) if self._root or not parts else key
+        return key
 
 
 def _etag(digest: bytes) -> str:

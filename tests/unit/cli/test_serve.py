@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 from soak import SOAK
 from unit.cli.conftest import CONFIGURATION, PROGRAM
-from unit.serve.serving import memory_files, opened_by
+from unit.serve.serving import memory_files, opened_by, tree_of
 
 from parquet_keytools import Keytools
 from parquet_keytools.cli.serve import viewed_tree
@@ -304,7 +304,7 @@ def test_a_mounted_file_has_what_a_local_one_has(program: list[str], config: Pat
     os.utime(source / "a.parquet", ns=(1_700_000_000_123_456_789, 1_600_000_000_987_654_321))
     (source / "short.parquet").write_bytes(b"PARE")
     view = Keytools.from_yaml(config).view(source)
-    tree = fuse_mount.MountedTree(ServedTree(view, "", folder=source), lambda: None)
+    tree = fuse_mount.MountedTree(ServedTree(view, folder=source), lambda: None)
     for name in ("a", "empty", "short"):
         found, local = tree.getattr(f"/{name}.parquet"), (source / f"{name}.parquet").stat()
         assert found["st_blocks"] * 512 >= found["st_size"] > (found["st_blocks"] - 8) * 512
@@ -317,9 +317,7 @@ def test_a_mounted_file_has_what_a_local_one_has(program: list[str], config: Pat
 
 
 def test_a_mounted_object_has_blocks_and_a_time() -> None:
-    tree = fuse_mount.MountedTree(
-        ServedTree(memory_files({"part/a": b"1" * 4097, "b": b""}), "/root"), lambda: None
-    )
+    tree = fuse_mount.MountedTree(tree_of(memory_files({"part/a": b"1" * 4097, "b": b""})), lambda: None)
     assert [tree.getattr(f"/{name}")["st_blocks"] for name in ("part/a", "b", "part")] == [16, 0, 0]
     now = time.time_ns()
     for name in ("part/a", "b", "part"):
@@ -354,7 +352,7 @@ def test_a_folder_that_is_not_empty_is_not_mounted_over(config: Path, tmp_path: 
 def test_what_the_kernel_is_answered(config: Path, tmp_path: Path) -> None:
     keytools = Keytools.from_yaml(config)
     whole = keytools.open(tmp_path / "people" / "a.parquet").read()
-    tree = ServedTree(keytools.view(tmp_path / "people"), "", folder=tmp_path / "people")
+    tree = ServedTree(keytools.view(tmp_path / "people"), folder=tmp_path / "people")
     mounted = fuse_mount.MountedTree(tree, lambda: None)
     assert mounted.getattr("/")["st_mode"] == stat.S_IFDIR | 0o500
     facts = mounted.getattr("/a.parquet")
@@ -397,7 +395,7 @@ def test_what_fails_is_an_error_of_the_file(
     def fail(*_: object) -> None:
         raise error
 
-    tree = ServedTree(memory_files({"a": b"1"}), "/root")
+    tree = tree_of(memory_files({"a": b"1"}))
     mounted = fuse_mount.MountedTree(tree, lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "find", fail)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import boto3
 from botocore.config import Config
+from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from parquet_keytools.serve.fuse_mount import MountedTree
@@ -35,11 +36,16 @@ def memory_files(files: dict[str, bytes]) -> MemoryFileSystem:
     return filesystem
 
 
+def tree_of(filesystem: MemoryFileSystem, *, only: str | None = None) -> ServedTree:
+    """Return the files of `memory_files` as they are served."""
+    return ServedTree(DirFileSystem("/root", filesystem), only=only)
+
+
 @contextlib.contextmanager
 def served(files: dict[str, bytes] | MemoryFileSystem, **options: Any) -> Iterator[ViewServer]:
     """Serve in-memory files."""
     filesystem = memory_files(files) if isinstance(files, dict) else files
-    with ViewServer(ServedTree(filesystem, "/root"), **options) as server:
+    with ViewServer(tree_of(filesystem), **options) as server:
         yield server
 
 

@@ -20,7 +20,8 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import fsspec
 import pytest
-from unit.serve.serving import ask, asked, connected, memory_files, said, served
+from fsspec.implementations.dirfs import DirFileSystem
+from unit.serve.serving import ask, asked, connected, memory_files, said, served, tree_of
 
 from parquet_keytools.errors import (
     ConfigurationError,
@@ -218,7 +219,7 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path, caplog: pytest.LogC
     (folder / "part-1").symlink_to(folder / "inner" / "part-0")
     (folder / "loop").symlink_to(folder)
     (folder / "inner" / "above").symlink_to(folder)
-    tree = ServedTree(fsspec.filesystem("file"), str(folder), folder=folder)
+    tree = ServedTree(DirFileSystem(str(folder), fsspec.filesystem("file")), folder=folder)
     with ViewServer(tree) as server:
         assert [ask(server, key)[0] for key in ("link", "links/part-0", "links/")] == [404] * 3
         assert ask(server, "part-1")[2] == b"inner"
@@ -268,7 +269,7 @@ def test_no_part_of_a_secret_is_logged(caplog: pytest.LogCaptureFixture, *, with
 
 def test_one_file_alone_is_served() -> None:
     filesystem = memory_files({"a": b"1", "b": b"2"})
-    with ViewServer(ServedTree(filesystem, "/root", only="a")) as server:
+    with ViewServer(tree_of(filesystem, only="a")) as server:
         assert (ask(server, "a")[0], ask(server, "b")[0]) == (200, 404)
         assert re.findall('href="(.*?)"', ask(server, "")[2].decode()) == ["a"]
 
@@ -390,7 +391,7 @@ def test_an_address_that_is_not_free(address: str, code: int | None, monkeypatch
         if code is not None:
             monkeypatch.setattr(view_server.socketserver.TCPServer, "server_bind", fail)
         with pytest.raises(ConfigurationError) as caught:
-            ViewServer(ServedTree(memory_files(FILES), "/root"), address=address, port=port)
+            ViewServer(tree_of(memory_files(FILES)), address=address, port=port)
         assert str(caught.value).startswith(f"the server cannot listen on {address}:{port}: ")
         assert "Choose another --port" in str(caught.value)
 

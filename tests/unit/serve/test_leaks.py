@@ -208,7 +208,7 @@ def mounted(tree: ServedTree) -> Iterator[bytes]:
 def answers_of(case: ViewCase, denied_columns: str) -> tuple[dict[str, list[bytes]], bytes]:
     """Return everything that is sent, and the secret of the URL."""
     folder = case.folder / "data"
-    tree = ServedTree(case.keytools(denied_columns=denied_columns).view(folder), "", folder=folder)
+    tree = ServedTree(case.keytools(denied_columns=denied_columns).view(folder), folder=folder)
     with ViewServer(tree, with_s3=True) as server:
         answers = {"http": list(over_http(server)), "s3": list(over_s3(server)), "mount": list(mounted(tree))}
     return answers, urlsplit(server.url).path.strip("/").encode()

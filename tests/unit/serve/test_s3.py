@@ -27,7 +27,7 @@ from botocore.credentials import Credentials
 from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs as pafs
-from unit.serve.serving import ask, client_of, memory_files, said, served
+from unit.serve.serving import ask, client_of, memory_files, said, served, tree_of
 
 from parquet_keytools.serve.requests_and_answers import (
     KeyPair,
@@ -35,7 +35,6 @@ from parquet_keytools.serve.requests_and_answers import (
     ServedRequest,
     check_signature,
 )
-from parquet_keytools.serve.served_tree import ServedTree
 from parquet_keytools.serve.view_server import ViewServer
 
 FILES = {"2013/a.parquet": b"content of a", "2013/b+c d&ü'.parquet": b"content of b", "2014/x/y.parquet": b"yy"}
@@ -417,7 +416,7 @@ def test_listings_are_as_defined(seed: int) -> None:
         }
     )
     keys = [key for key in keys if not any(other.startswith(f"{key}/") for other in keys)]
-    tree = ServedTree(memory_files(dict.fromkeys(keys, b"x")), "/root")
+    tree = tree_of(memory_files(dict.fromkeys(keys, b"x")))
     with ViewServer(tree, with_s3=True) as server, closing(client_of(server)) as client:
         for _ in range(8):
             some = chance.choice(keys)

@@ -59,7 +59,7 @@ def case(tmp_path: Path) -> ViewCase:
 
 
 def server_of(keytools: Keytools, folder: Path, **options: bool) -> ViewServer:
-    return ViewServer(ServedTree(keytools.view(folder), "", folder=folder), **options)
+    return ViewServer(ServedTree(keytools.view(folder), folder=folder), **options)
 
 
 def test_every_range_is_the_slice_of_the_whole(case: ViewCase) -> None:
@@ -199,7 +199,7 @@ def test_without_its_kms_open_files_go_on_and_others_wait(
     whole = keytools.open(case.folder / "data" / "x.parquet").read()
     keytools.clear_caches()
     with server_of(keytools, case.folder / "data", with_s3=True) as server, pytest.MonkeyPatch.context() as patch:
-        tree = ServedTree(keytools.view(case.folder / "data"), "", folder=case.folder / "data")
+        tree = ServedTree(keytools.view(case.folder / "data"), folder=case.folder / "data")
         mounted = MountedTree(tree, lambda: None)
         handle = opened_by(mounted, "/x.parquet")
         file = tree.find("x.parquet")
@@ -254,7 +254,7 @@ def test_pipes_and_odd_prefixes_do_not_spoil_listings(case: ViewCase) -> None:
     (folder / "loop").symlink_to("loop")
     view = case.keytools().view(folder)
     assert view.info("pipe.parquet")["type"] == "other"
-    tree = ServedTree(view, "", folder=folder)
+    tree = ServedTree(view, folder=folder)
     files = [path.name for path in sorted(folder.glob("x*.parquet"))]
     assert list(tree.keys("")) == files
     assert [list(tree.keys(odd)) for odd in ("\0", "loop", "/etc", "n" * 300)] == [[]] * 4
@@ -345,7 +345,7 @@ def test_clients_that_copy_everything_get_what_is_listed(case: ViewCase) -> None
         assert {ask(server, name)[0] for name in (*LEFT_OUT, "_delta_log/", ".staging")} == {404}
         with pytest.raises(client.exceptions.NoSuchKey):
             client.get_object(Bucket="view", Key="_SUCCESS")
-    mounted = MountedTree(ServedTree(case.keytools().view(folder), "", folder=folder), lambda: None)
+    mounted = MountedTree(ServedTree(case.keytools().view(folder), folder=folder), lambda: None)
     assert [name for name, _, _ in mounted.readdir("/", 0)] == [".", "..", "_year=2", "month=1", "x.parquet"]
     with pytest.raises(OSError, match="No such file"):
         mounted.getattr("/_SUCCESS")
@@ -382,7 +382,7 @@ def test_errors_show_paths_as_they_are_served(case: ViewCase, tmp_path: Path) ->
     for name in ("unreachable", "damaged"):
         (folder / "part" / f"{name}.parquet").write_bytes(b"PARE")
     view.open = failing
-    tree = ServedTree(view, "", folder=folder)
+    tree = ServedTree(view, folder=folder)
     with ViewServer(tree, with_s3=True) as server, contextlib.closing(client_of(server)) as client:
         for name in names:
             key = f"part/{name}.parquet"
