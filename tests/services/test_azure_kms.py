@@ -281,13 +281,12 @@ def test_a_new_version_wraps_and_the_old_one_unwraps(vault: FakeVault, kms: Azur
         assert (kms.wrapped_key_version(old, name), kms.wrapped_key_version(new, name)) == (ids[0], ids[-1])
         assert unwrap_one(kms, old, name) == unwrap_one(kms, new, name) == CANARY
         description = kms.describe(name)
-        assert (description.current_version, description.enabled_versions) == (ids[-1], tuple(ids))
+        assert description.current_version == ids[-1]
         dates = kms.version_dates(name)
         assert list(dates) == ids[::-1] and all(date.tzinfo for date in dates.values())
         key.versions[0].enabled = False
         assert isinstance(failure(lambda: unwrap_one(kms, old, name)), MasterKeyDisabledError)  # noqa: B023
         assert unwrap_one(kms, new, name) == CANARY
-        assert kms.describe(name).enabled_versions == tuple(ids[1:])
 
 
 def test_an_expired_version_unwraps_and_wraps_nothing(vault: FakeVault, kms: AzureKms) -> None:

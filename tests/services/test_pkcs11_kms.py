@@ -485,7 +485,7 @@ def test_the_highest_number_wraps_and_all_unwrap(kms: Pkcs11Kms, hsm: SoftHsm) -
         wrapped.append(wrap_one(kms, KEY, "made"))
         assert kms.wrapped_key_version(wrapped[-1], "made") == str(version)
     assert kms.unwrap_many([UnwrapRequest(each, "made") for each in wrapped]) == [KEY] * 4
-    assert kms.describe("made").enabled_versions == ("1", "2", "3", "256")
+    assert kms.describe("made").current_version == "256"
     assert kms.rotate_key("made") == 257
     assert rewrap_one(kms, wrapped[0], "made").startswith("pkcs11:v257:gcm:")
     # A version is proven: a wrapped key that names another one does not unwrap.

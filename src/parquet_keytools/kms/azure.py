@@ -226,21 +226,19 @@ class AzureKms(RemoteKmsClient):
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         operation = self._operation("describe")
         key: dict[str, Any] = {}
-        versions: dict[str, dict[str, Any]] | None = None
-        # The service does not show a version that is disabled, but lists it.
         with contextlib.suppress(MasterKeyDisabledError):
             key = operation.call(master_key_id, partial(self._read_key, master_key_id))
             _algorithm_of(key)
-        with contextlib.suppress(KmsAccessDeniedError):
-            versions = self._versions(operation, master_key_id)
-        enabled = [version for version, facts in (versions or {}).items() if facts.get("enabled") is True]
-        facts, now = key.get("attributes") or {}, time.time()
+        facts, now, version = key.get("attributes") or {}, time.time(), key.get("version")
+        if version is None:
+            # The service does not show a version that is disabled, but lists it.
+            with contextlib.suppress(KmsAccessDeniedError):
+                version = next(iter(self._versions(operation, master_key_id)), None)
         return MasterKeyDescription(
             master_key_id,
             enabled=facts.get("enabled") is True
             and (facts.get("nbf") or 0) <= now < (facts.get("exp") or math.inf),
-            current_version=key.get("version") or next(iter(versions or ()), None),
-            enabled_versions=None if versions is None else tuple(reversed(enabled)),
+            current_version=version,
             origin=key.get("kty"),
         )
 

@@ -143,7 +143,6 @@ class MasterKeyDescription:
         master_key_id: Its identifier in the KMS.
         enabled: Whether it can be used now.
         current_version: The version that wraps, or None where the KMS has no versions or hides them.
-        enabled_versions: The versions that unwrap, or None if unknown.
         origin: Where the key was generated, in the words of the KMS.
         rotates: Whether the KMS makes new versions by itself, or None if unknown.
     """
@@ -151,7 +150,6 @@ class MasterKeyDescription:
     master_key_id: str
     enabled: bool
     current_version: str | None = None
-    enabled_versions: tuple[str, ...] | None = None
     origin: str | None = None
     rotates: bool | None = None
 

@@ -293,11 +293,9 @@ class KmsClientContract(ABC):
     # --- states of a master key ---
 
     def test_describes_a_master_key(self, kms: KmsClient, master_key_id: str) -> None:
-        """A master key that works is described as enabled, with consistent versions."""
+        """A master key that works is described as enabled."""
         description = kms.describe(master_key_id)
         assert description.enabled
-        if None not in (description.current_version, description.enabled_versions):
-            assert description.current_version in (description.enabled_versions or ())
         known = kms.master_key_ids()
         assert known is None or master_key_id in known
 

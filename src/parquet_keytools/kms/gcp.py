@@ -258,24 +258,19 @@ class GcpKms(RemoteKmsClient):
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         name = self._key_name(master_key_id)
-        operation = self._operation("describe")
         send = partial(self._send, "get_crypto_key", kms_v1.GetCryptoKeyRequest(name=name))
-        key = operation.call(master_key_id, send)
+        key = self._operation("describe").call(master_key_id, send)
         if key.name != name:
             raise KmsResponseInvalidError("the answer is about another key")
         if key.purpose != _ENCRYPT_DECRYPT:
             raise KmsConfigurationError("the key is not for symmetric encryption (purpose ENCRYPT_DECRYPT)")
-        primary, enabled, origin = key.primary, None, None
+        primary, origin = key.primary, None
         if primary:
             origin = primary.protection_level.name + (", imported" if primary.import_job else "")
-        with contextlib.suppress(KmsAccessDeniedError):
-            versions = self._versions(operation, name, master_key_id, "state=ENABLED")
-            enabled = tuple(sorted((number for number, v in versions if v.state == _ENABLED), key=int))
         return MasterKeyDescription(
             master_key_id,
             enabled=bool(primary) and primary.state == _ENABLED,
             current_version=version_of(primary.name, name) if primary else None,
-            enabled_versions=enabled,
             origin=origin,
             rotates="rotation_period" in key,
         )
@@ -399,13 +394,11 @@ class GcpKms(RemoteKmsClient):
         self._last_connection = GcpConnection(open_client(settings.endpoint, insecure=settings.insecure), tokens)
         return self._last_connection
 
-    def _versions(
-        self, operation: RemoteOperation, name: str, master_key_id: str, wanted: str = ""
-    ) -> Iterator[tuple[str, Any]]:
+    def _versions(self, operation: RemoteOperation, name: str, master_key_id: str) -> Iterator[tuple[str, Any]]:
         """Yield the versions of a master key, with their numbers."""
         page_token = ""
         while True:
-            request = kms_v1.ListCryptoKeyVersionsRequest(parent=name, filter=wanted, page_token=page_token)
+            request = kms_v1.ListCryptoKeyVersionsRequest(parent=name, page_token=page_token)
             page = operation.call(master_key_id, partial(self._send, "list_crypto_key_versions", request))
             for version in page.crypto_key_versions:
                 if number := version_of(version.name, name):

@@ -215,12 +215,10 @@ class InMemoryKms(SingleKeyKmsClient):
         if master_key.denied:
             raise KmsAccessDeniedError
         versions = list(master_key.versions)
-        enabled = [str(number) for number, version in enumerate(versions, 1) if version.enabled]
         return MasterKeyDescription(
             master_key_id,
             enabled=master_key.enabled and versions[-1].enabled,
             current_version=str(len(versions)),
-            enabled_versions=tuple(enabled) if master_key.enabled else (),
             origin="generated" if master_key.generated else "configuration",
         )
 

@@ -666,13 +666,11 @@ class KeystoreKms(KmsClient):
 
     def _describe(self, master_key_id: str) -> MasterKeyDescription:
         master_key = self._keystore.open().master_key(master_key_id)
-        enabled = [str(v.version) for v in master_key.versions if v.enabled and master_key.enabled]
-        current = str(master_key.versions[-1].version)
+        current = master_key.versions[-1]
         return MasterKeyDescription(
             master_key_id,
-            enabled=current in enabled,
-            current_version=current,
-            enabled_versions=tuple(enabled),
+            enabled=master_key.enabled and current.enabled,
+            current_version=str(current.version),
             origin="keystore",
         )
 

@@ -304,7 +304,6 @@ class Pkcs11Kms(RemoteKmsClient):
                 master_key_id,
                 enabled=versions[-1].may("wrap", self.mechanism),
                 current_version=str(versions[-1].version),
-                enabled_versions=tuple(str(each.version) for each in versions if each.may("unwrap")),
                 origin=versions[-1].origin,
                 rotates=False,
             )

@@ -510,13 +510,10 @@ class TransitKey:
 
     def description(self) -> MasterKeyDescription:
         """Return what `KmsClient.describe` returns."""
-        enabled = not self.soft_deleted and self.type in _TYPES
-        versions = range(self.min_decryption_version, self.latest_version + 1) if enabled else ()
         return MasterKeyDescription(
             self.name,
-            enabled=enabled,
+            enabled=not self.soft_deleted and self.type in _TYPES,
             current_version=str(self.latest_version),
-            enabled_versions=tuple(map(str, versions)),
             origin="imported" if self.imported else "transit",
             rotates=self.rotates,
         )
