@@ -311,19 +311,18 @@ def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: 
     pool = ThreadPoolExecutor(max(threads - 1, 1), thread_name_prefix="parquet-keytools")
     futures: list[Future[None]] = []
     try:
-        for _ in range(threads - 1):
-            futures.append(pool.submit(shared.help, work))
+        # A thread whose `submit` was interrupted is not among ours: until all are known, none takes an item.
+        with shared.lock:
+            for _ in range(threads - 1):
+                futures.append(pool.submit(shared.help, work))
+            shared.is_open = True
         work(shared)
         wait(futures)
     except BaseException:
-        shared.stop()
+        shared.is_open = False
         raise
     finally:
-        try:
-            end(pool, futures)
-        finally:
-            # Also for a thread of which `submit` was interrupted: its future is not among ours.
-            shared.wait_for_helpers()
+        end(pool, futures)
     for future in futures:
         future.result()
 
@@ -377,52 +376,26 @@ def end(pool: Executor, futures: Collection[Future[Any]]) -> None:
 
 
 class _Shared(Iterator[T]):
-    """The items that are left, until it is stopped."""
+    """The items that are left; threads take them while it is open."""
 
     def __init__(self, items: Iterable[T]) -> None:
-        self._is_stopped = False
+        self.is_open = False
+        self.lock = threading.Lock()
         self._items = iter(items)
-        self._lock = threading.Lock()
-        self._helpers = 0
-        self._helper_ended = threading.Condition()
 
     def __next__(self) -> T:
-        with self._lock:
-            if self._is_stopped:
+        with self.lock:
+            if not self.is_open:
                 raise StopIteration
             return next(self._items)
 
-    def stop(self) -> None:
-        """Let no thread take another item, and no thread begin."""
-        with self._helper_ended:
-            self._is_stopped = True
-
     def help(self, work: Callable[[Iterator[T]], None]) -> None:
         """Work in this thread."""
-        with self._helper_ended:
-            if self._is_stopped:
+        with self.lock:
+            if not self.is_open:
                 return
-            self._helpers += 1
         try:
             work(self)
         except BaseException:
-            self.stop()
+            self.is_open = False
             raise
-        finally:
-            with self._helper_ended:
-                self._helpers -= 1
-                self._helper_ended.notify_all()
-
-    def wait_for_helpers(self) -> None:
-        """Wait until no thread works, also when interrupted."""
-        interruption: KeyboardInterrupt | None = None
-        have_ended = False
-        while not have_ended:
-            try:
-                with self._helper_ended:
-                    self._helper_ended.wait_for(lambda: not self._helpers)
-                have_ended = True
-            except KeyboardInterrupt as error:
-                interruption = error
-        if interruption is not None:
-            raise interruption

@@ -127,26 +127,37 @@ def test_after_an_interruption_no_other_item_is_taken() -> None:
         in_threads(step, range(2**62), 16)
 
 
-def test_no_thread_goes_on_where_another_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, at_work, written = threading.Thread.start, threading.Event(), list[int]()
+def test_no_thread_works_where_another_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started, written = threading.Thread.start, list[threading.Thread](), list[int]()
 
     def start_one(thread: threading.Thread) -> None:
-        if at_work.is_set():
+        if started:
             raise RuntimeError("can't start new thread")
+        started.append(thread)
         start(thread)
-        assert at_work.wait(_SECONDS)
-
-    def write(number: int) -> None:
-        at_work.set()
-        time.sleep(0.001)
-        written.append(number)
 
     monkeypatch.setattr(threading.Thread, "start", start_one)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        in_threads(write, range(10_000), 3)
-    written_by_then = len(written)
-    time.sleep(0.05)
-    assert len(written) == written_by_then < 10_000
+        in_threads(written.append, range(10_000), 3)
+    assert not started[0].is_alive() and written == []
+
+
+def test_a_thread_whose_start_is_interrupted_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pool does not know of it, and so does not wait for it."""
+    start, started, written = threading.Thread.start, list[threading.Thread](), list[int]()
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(written.append, range(10_000), 3)
+    for thread in started:
+        thread.join(_SECONDS)
+    assert len(started) == 2 and written == []
 
 
 _CTRL_C = """
