@@ -266,7 +266,7 @@ def inspect_command(
     else:
         from parquet_keytools.cli.conformance_report import render_inspection
 
-        out.answer(render_inspection(shown, out.terminal_width()))
+        out.answer(render_inspection(shown))
         if config is not None:
             out.answer("Nothing was compared with a table: `verify --config` does that.")
     if shown.mode is None:

@@ -58,11 +58,8 @@ class _Palette:
         return partial(typer.style, fg=self._looks.get(name, ("", "white"))[1])
 
 
-def render_inspection(shown: Inspection, width: int | None = None) -> str:
-    """Return the tree and the map; with a width in columns, longer lines are wrapped.
-
-    Anyone may have written the texts in a file: each is made printable.
-    """
+def render_inspection(shown: Inspection) -> str:
+    """Return the tree and the map. Anyone may have written the texts in a file: each is made printable."""
     root = Branch(f"{printable(shown.path)}  {size_text(shown.size_bytes)}", partial(typer.style, bold=True))
     if shown.mode is None:
         root.add("nothing can be read", _RED)
@@ -77,7 +74,7 @@ def render_inspection(shown: Inspection, width: int | None = None) -> str:
         flaws = root.add("wrong; run `verify` for details", _RED)
         for finding in shown.flaws[:10]:
             flaws.add(f"{finding.rule.id}: {finding.message}")
-    lines = list(root.lines(width))
+    lines = list(root.lines())
     if shown.mode is not None:
         lines += ["", *_map(shown, palette)]
     return "\n".join(lines)

@@ -138,7 +138,7 @@ def _audit(located: LocatedTable, *, with_data: bool) -> None:
         out.print_json(_table_document(report))
     else:
         if not with_data:
-            out.answer("\n".join(_tree(report).lines(out.terminal_width())))
+            out.answer("\n".join(_tree(report).lines()))
         _show_findings(report)
     if report.findings:
         raise typer.Exit(out.ExitStatus.KMS_FAILED if report.kms_failed else out.ExitStatus.NO)

@@ -10,9 +10,7 @@ import contextlib
 import json
 import re
 import shlex
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -362,9 +360,6 @@ def _shortened(name: str, limit: int) -> str:
     return f"{name[: limit - end - 1]}…{name[-end:]}"
 
 
-_LEAST_WIDTH = 40
-"""Least width of the text in a tree, even if the terminal is narrower."""
-
 Style = Callable[[str], str]
 
 
@@ -382,24 +377,12 @@ class Branch:
         self.children.append(branch)
         return branch
 
-    def lines(self, width: int | None, first: str = "", rest: str = "") -> Iterator[str]:
-        """Yield the lines of the tree; with a width, longer lines are wrapped within their branch."""
-        indent = f"{rest}{'│   ' if self.children else '    '}"
-        lines = [self.text]
-        if width is not None:
-            room = max(_LEAST_WIDTH, width - len(indent))
-            lines = textwrap.wrap(self.text, room, break_on_hyphens=False) or lines
-        yield f"{first}{self.style(lines[0])}"
-        for line in lines[1:]:
-            yield f"{indent}{self.style(line)}"
+    def lines(self, first: str = "", rest: str = "") -> Iterator[str]:
+        """Yield the lines of the tree."""
+        yield f"{first}{self.style(self.text)}"
         for child in self.children:
             begin, beside = ("└─ ", "   ") if child is self.children[-1] else ("├─ ", "│  ")
-            yield from child.lines(width, f"{rest}{begin}", f"{rest}{beside}")
-
-
-def terminal_width() -> int | None:
-    """Return the width of the terminal; None if stdout is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            yield from child.lines(f"{rest}{begin}", f"{rest}{beside}")
 
 
 # --- exit status ---
