@@ -66,7 +66,7 @@ def make_session(arguments: dict[str, Any], folder: Path) -> Any:
         "spark.sql.warehouse.dir": str(folder / "warehouse"),
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
     } | arguments.get("settings", {})
-    more = {name: arguments[name] for name in ("python", "file_on_nodes", "timeout_seconds") if name in arguments}
+    more = {name: arguments[name] for name in ("python", "file_on_nodes") if name in arguments}
     return new_session(
         arguments["master"], settings, lambda builder: configure(builder, folder / "flights.yaml", **more)
     )

@@ -371,7 +371,9 @@ def failing(place: Place) -> dict[str, Any]:
     hanging = f'mkdir "{marks}/3" 2>/dev/null && exec sleep 600'
     python.write_text(f'#!/bin/sh\n{failing}\n{hanging}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    return {"python": str(python), "timeout_seconds": 10, "keep": True, **shipped(place)}
+    options = shipped(place)
+    options["settings"]["spark.hadoop.parquet.keytools.worker.timeout.seconds"] = "10"
+    return {"python": str(python), "keep": True, **options}
 
 
 @pytest.fixture(scope="module")

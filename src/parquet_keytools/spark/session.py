@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 PLAINTEXT_FILES = {"parquet.keytools.plaintext.reads": "allow", "parquet.keytools.plaintext.writes": "allow"}
 """Options for a read, or a write, that is meant to be of plaintext files."""
 
-TIMEOUT_SECONDS = 120
 
 _FACTORY = "parquet_keytools.KeytoolsCryptoFactory"
 _EXTENSIONS = "spark.sql.extensions"
@@ -60,7 +59,6 @@ def configure(
     file_on_nodes: str | None = None,
     python: str | None = None,
     jar: str | None = None,
-    timeout_seconds: int = TIMEOUT_SECONDS,
 ) -> SparkSession.Builder:
     """Let a session of Spark use the keys of a configuration; call it last, before `getOrCreate`.
 
@@ -76,7 +74,6 @@ def configure(
         python: The Python on every node that has parquet-keytools; if not given, that of `spark.pyspark.python`,
             of PYSPARK_PYTHON, or this one.
         jar: Path or URL of the jar with our Java classes, if it is in place already; it is made if not given.
-        timeout_seconds: How long a request to the KMS may take.
 
     Raises:
         ConfigurationError: The configuration has mistakes, or holds secrets that must not be sent; Spark runs
@@ -95,7 +92,6 @@ def configure(
         file_on_nodes=file_on_nodes,
         python=python or given.get("spark.pyspark.python"),
         jar=jar,
-        timeout_seconds=timeout_seconds,
     )
     if "PYSPARK_GATEWAY_PORT" in os.environ or SparkContext._gateway is not None:
         SparkContext._ensure_initialized()
@@ -117,7 +113,6 @@ def configure_session(
     file_on_nodes: str | None = None,
     python: str | None = None,
     jar: str | None = None,
-    timeout_seconds: int = TIMEOUT_SECONDS,
 ) -> SparkSession:
     """Let a session that runs already, a notebook's for one, use the keys of a configuration.
 
@@ -138,7 +133,6 @@ def configure_session(
         file_on_nodes=file_on_nodes,
         python=python or spark.conf.get("spark.pyspark.python", None),
         jar=jar,
-        timeout_seconds=timeout_seconds,
     )
     _configure_running(spark, settings)
     return spark
@@ -236,7 +230,6 @@ def session_settings(
     file_on_nodes: str | None = None,
     python: str | None = None,
     jar: str | None = None,
-    timeout_seconds: int = TIMEOUT_SECONDS,
 ) -> dict[str, str]:
     """Return what `configure` sets, for `spark-defaults.conf` or where else sessions are set up.
 
@@ -262,7 +255,6 @@ def session_settings(
         "parquet.keytools.ctr.files": reading.ctr_files,
         "parquet.keytools.worker.python": python or os.environ.get("PYSPARK_PYTHON") or sys.executable,
         "parquet.keytools.worker.python.driver": sys.executable,
-        "parquet.keytools.worker.timeout.seconds": str(timeout_seconds),
     }
     return {
         "spark.jars": jar or str(cached_jar()),

@@ -38,13 +38,12 @@ def hadoop(settings: dict[str, str]) -> dict[str, str]:
 
 
 def test_settings(file: Path) -> None:
-    found = hadoop(session_settings(file, jar="/j.jar", timeout_seconds=7))
+    found = hadoop(session_settings(file, jar="/j.jar"))
     assert found["spark.jars"] == "/j.jar"
     assert found["parquet.crypto.factory.class"] == "parquet_keytools.KeytoolsCryptoFactory"
     assert found["parquet.encryption.kms.client.class"] == "parquet_keytools.PythonKmsClient"
     assert found["parquet.keytools.plaintext.reads"] == found["parquet.keytools.plaintext.writes"] == "reject"
     assert found["parquet.keytools.worker.python"] == sys.executable
-    assert found["parquet.keytools.worker.timeout.seconds"] == "7"
     assert found["spark.sql.extensions"] == "parquet_keytools.SessionExtension"
     assert found["spark.sql.streaming.commitProtocolClass"] == "parquet_keytools.StreamCommitProtocol"
     carried = json.loads(base64.b64decode(found["parquet.keytools.configuration"]))
