@@ -299,6 +299,8 @@ register_at_fork(after_in_child=_forget_parent)
 
 R = TypeVar("R")
 
+_LOOK_FOR_SIGNALS_SECONDS = 1.0
+
 
 def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: int) -> None:
     """Have threads work on items, of which each takes the next one by itself; after an error none takes another.
@@ -317,14 +319,18 @@ def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: 
                 futures.append(pool.submit(shared.help, work))
             shared.is_open = True
         work(shared)
-        wait(futures)
+        # Not by `wait`, which if interrupted may keep locks that the threads need at their end; and not for long,
+        # because a signal just before a wait is noticed only after it.
+        for future in futures:
+            while not future.done():
+                with contextlib.suppress(TimeoutError):
+                    future.exception(_LOOK_FOR_SIGNALS_SECONDS)
+            future.result()
     except BaseException:
         shared.is_open = False
         raise
     finally:
         end(pool, futures)
-    for future in futures:
-        future.result()
 
 
 def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
