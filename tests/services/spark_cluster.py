@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from free_ports import free_port
-from spark_jvm import TRUSTING_OPTIONS
+from spark_jvm import TRUSTING_OPTIONS, kms_workers_below
 
 JAVA_MISSING = (
     "the tests with Spark need Java 17: install it with `apt-get install openjdk-17-jre-headless`, or leave these "
@@ -96,16 +96,7 @@ class SparkCluster:
 
     def kms_workers(self) -> set[int]:
         """Return the KMS workers of this cluster's executors, by process id."""
-        found = set()
-        ours = {process.pid for process in self._processes}
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (entry / "cmdline").read_bytes()
-                if b"parquet_keytools.spark.kms_worker" in command and ours & _ancestors(int(entry.name)):
-                    found.add(int(entry.name))
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-        return found
+        return kms_workers_below({process.pid for process in self._processes})
 
     def _run(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         import pyspark
@@ -137,12 +128,3 @@ class SparkCluster:
             if time.monotonic() > end or any(process.poll() is not None for process in self._processes):
                 raise RuntimeError(f"Spark's {name} did not start:\n{self.log(name)[-2000:]}")
             time.sleep(0.1)
-
-
-def _ancestors(process_id: int) -> set[int]:
-    found = set()
-    while process_id > 1:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
-        process_id = int(stat.rpartition(")")[2].split()[1])
-        found.add(process_id)
-    return found

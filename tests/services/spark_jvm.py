@@ -47,6 +47,28 @@ def remember_names() -> None:
         view.__getattr__ = find
 
 
+def kms_workers_below(processes: set[int]) -> set[int]:
+    """Return the KMS workers among the descendants of processes, by process id."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes()
+            if b"parquet_keytools.spark.kms_worker" in command and processes & _ancestors(int(entry.name)):
+                found.add(int(entry.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def _ancestors(process_id: int) -> set[int]:
+    found = set()
+    while process_id > 1:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+        process_id = int(stat.rpartition(")")[2].split()[1])
+        found.add(process_id)
+    return found
+
+
 def write_archive(path: Path) -> None:
     """Write and read a little with Spark, in a JVM that writes down which classes that took."""
     from pyspark.sql import SparkSession

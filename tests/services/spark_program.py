@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import time
 import warnings
@@ -17,7 +18,7 @@ from typing import Any
 from pipeline_program import result_of
 from py4j.protocol import Py4JJavaError
 from spark_driver import JVM_SETTINGS, Sessions, new_session
-from spark_jvm import TRUSTING_OPTIONS
+from spark_jvm import TRUSTING_OPTIONS, kms_workers_below
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import KeytoolsError
@@ -35,21 +36,20 @@ def main(sessions: Sessions, arguments: dict[str, Any]) -> dict[str, Any]:
     spark = sessions.get(made_with, lambda: make_session(arguments, folder))
     results: dict[str, Any] = {}
     try:
-        before = {counts["process"] for counts in statistics(spark)}
+        # For the audit log of KMS workers.
+        log4j = spark._jvm.org.apache.logging.log4j
+        log4j.core.config.Configurator.setLevel("parquet_keytools", log4j.Level.INFO)
+        # spark-submit starts the JVM, and the JVM this program.
+        program = os.getppid() if "PYSPARK_GATEWAY_PORT" in os.environ else os.getpid()
+        before = kms_workers_below({program})
         for part in arguments["parts"]:
             results[part] = PARTS[part](spark, keytools, folder)
         results["settings"] = dict(spark.sparkContext.getConf().getAll())
-        results["statistics"] = [counts for counts in statistics(spark) if counts["process"] not in before]
+        results["kms_workers"] = list(kms_workers_below({program}) - before)
     finally:
         if not arguments.get("keep"):
             sessions.stop()
     return results
-
-
-def statistics(spark: Any) -> list[dict[str, Any]]:
-    """Return what the KMS workers of the driver count."""
-    found: list[dict[str, Any]] = json.loads(spark._jvm.parquet_keytools.PythonKmsClient.statistics())
-    return found
 
 
 def make_session(arguments: dict[str, Any], folder: Path) -> Any:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from py4j.protocol import Py4JError
 from spark_driver import Sessions, new_session
-from spark_jvm import TRUSTING_OPTIONS
+from spark_jvm import TRUSTING_OPTIONS, kms_workers_below
 
 from parquet_keytools import Keytools
 from parquet_keytools.errors import KeytoolsError
@@ -117,10 +116,10 @@ def read(spark: Any, tools: Keytools, folder: Path, path: str, options: dict[str
 
 def kill(spark: Any, tools: Keytools, folder: Path) -> int:
     """Kill the KMS workers of the driver; return how many there were."""
-    counts = json.loads(spark._jvm.parquet_keytools.PythonKmsClient.statistics())
-    for worker in counts:
-        os.kill(worker["process"], signal.SIGKILL)
-    return len(counts)
+    workers = kms_workers_below({os.getpid()})
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    return len(workers)
 
 
 CALLS: dict[str, Any] = {

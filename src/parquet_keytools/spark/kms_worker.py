@@ -16,7 +16,6 @@ import struct
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -56,7 +55,6 @@ class Operation(enum.IntEnum):
     START = 1
     WRAP = 2
     UNWRAP = 3
-    STATISTICS = 4
     CHECK = 5
     WRAP_KEK = 6
     UNWRAP_KEK = 7
@@ -139,11 +137,7 @@ class KmsWorker:
         self._requests = requests
         self._answers = answers
         self._answers_lock = threading.Lock()
-        self._kms: KmsClient | None = None
-        self._work: dict[int, Callable[[bytes], bytes]] = {
-            Operation.START: self._start,
-            Operation.STATISTICS: self._statistics,
-        }
+        self._work: dict[int, Callable[[bytes], bytes]] = {Operation.START: self._start}
         self._key_work: dict[int, Callable[[KeyRequest], bytes]] = {}
         if kms is not None:
             self._take(kms)
@@ -199,7 +193,6 @@ class KmsWorker:
             wanted = UnwrapRequest(request.key.decode("ascii", "replace"), id_of_jvm(kms, request.master_key_id))
             return value_or_raise(kms.unwrap_many([wanted])[0]).reveal()
 
-        self._kms = kms
         self._key_work |= {Operation.WRAP: wrap, Operation.UNWRAP: unwrap}
 
     def _start(self, content: bytes) -> bytes:
@@ -224,11 +217,6 @@ class KmsWorker:
             "values": any(table.value_columns for table in tables),
         }
         return " ".join(name for name, is_so in facts.items() if is_so).encode()
-
-    def _statistics(self, _: bytes) -> bytes:
-        counts = Counter[str]() if self._kms is None else self._kms.call_counts
-        found = {"process": os.getpid(), "wrap keys": counts["wrap"], "unwrap keys": counts["unwrap"]}
-        return json.dumps(found).encode()
 
 
 def _check_write(writes: WriteRequests, kms: KmsClient, content: bytes) -> bytes:

@@ -27,7 +27,6 @@ final class KmsWorker {
   static final int START = 1;
   static final int WRAP = 2;
   static final int UNWRAP = 3;
-  static final int STATISTICS = 4;
   static final int CHECK = 5;
   static final int WRAP_KEK = 6;
   static final int UNWRAP_KEK = 7;
@@ -268,23 +267,6 @@ final class KmsWorker {
     }
     process = started;
     return started;
-  }
-
-  static String statistics() {
-    StringBuilder text = new StringBuilder("[");
-    for (Object worker : all()) {
-      WorkerProcess process = ((KmsWorker) worker).process;
-      if (process == null || !process.isAlive()) {
-        continue;
-      }
-      try {
-        WorkerProcess.Answer answer = process.ask(STATISTICS, new byte[0], 10000);
-        text.append(text.length() > 1 ? "," : "").append(new String(answer.content, StandardCharsets.UTF_8));
-      } catch (WorkerGoneException gone) {
-        // It has nothing to say any more.
-      }
-    }
-    return text.append("]").toString();
   }
 
   private static ArrayList all() {

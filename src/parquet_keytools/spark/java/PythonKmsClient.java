@@ -31,9 +31,4 @@ public class PythonKmsClient implements KmsClient {
   static String named(String instanceId, String masterKeyId) {
     return instanceId == null || masterKeyId.indexOf('\n') >= 0 ? masterKeyId : instanceId + '\n' + masterKeyId;
   }
-
-  /** Returns what the workers of this JVM counted, as a JSON array: for those who look after a session. */
-  public static String statistics() {
-    return KmsWorker.statistics();
-  }
 }
