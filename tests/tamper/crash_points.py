@@ -381,7 +381,10 @@ class Crasher:
     """Runs each job in its own process."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -392,9 +395,16 @@ class Crasher:
     def run(self, job: Job) -> Ended:
         """Run a job, and return its outcome."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
+        try:
+            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+            self._process.stdin.flush()
+            answer = json.loads(self._process.stdout.readline())
+        except BaseException:
+            # A test that runs out of time leaves its answer to the next test.
+            self._process.kill()
+            self.close()
+            self._process = self._started()
+            raise
         assert answer["ended"] is not None, f"{job} ended with {answer['status']}"
         ended = Ended(**answer["ended"])
         assert answer["status"] == (KILLED if ended.killed else 0)
