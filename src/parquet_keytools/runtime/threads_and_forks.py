@@ -325,12 +325,13 @@ def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: 
             while not future.done():
                 with contextlib.suppress(TimeoutError):
                     future.exception(_LOOK_FOR_SIGNALS_SECONDS)
-            future.result()
     except BaseException:
         shared.is_open = False
         raise
     finally:
         end(pool, futures)
+    for future in futures:
+        future.result()
 
 
 def in_threads(function: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
