@@ -276,7 +276,8 @@ class ExpectedAadPrefix:
         else:
             raise AadPrefixError(
                 f"{path}: an AAD prefix is expected, and the file was written without one.",
-                hint="It is not the requested file, or another configuration wrote it.",
+                hint="It is not the requested file, or another configuration wrote it. If its table had no "
+                "aad_prefix, describe that form as a second table, and run `rekey --table OLD --to-table NEW`.",
             )
         if not self.any_file_unique and len(file_unique) != FILE_UNIQUE_LENGTH_BYTES:
             raise AadPrefixError(
