@@ -302,11 +302,10 @@ class FakeGcpKms:
         self, request: ListCryptoKeyVersionsRequest
     ) -> ListCryptoKeyVersionsResponse:
         key = self._found("ListCryptoKeyVersions", request.parent)
-        wanted = [v for v in key.versions if v.state == State.ENABLED or request.filter != "state=ENABLED"]
         start = int(request.page_token or 0)
-        rest = start + PAGE_SIZE < len(wanted)
+        rest = start + PAGE_SIZE < len(key.versions)
         return ListCryptoKeyVersionsResponse(
-            crypto_key_versions=[key.described(v) for v in wanted[start : start + PAGE_SIZE]],
+            crypto_key_versions=[key.described(v) for v in key.versions[start : start + PAGE_SIZE]],
             next_page_token=str(start + PAGE_SIZE) if rest else "",
         )
 

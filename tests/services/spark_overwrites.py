@@ -101,14 +101,16 @@ def explain(data: Data) -> None:
     settings = data.keytools.configuration.kms
     assert isinstance(settings, KeystoreSettings)
     keystore = Keystore(*settings.located(data.folder))
-    keystore.set_enabled("footer", enabled=False)
+    for name in ("footer", "pii"):
+        keystore.set_enabled(name, enabled=False)
     try:
         for mode in ("", "EXTENDED", "FORMATTED"):
             for table in ("saved", "bare"):
                 (row,) = data.spark.sql(f"EXPLAIN {mode} INSERT OVERWRITE {table} SELECT * FROM rows").collect()
                 assert "Physical Plan" in row.plan, "an EXPLAIN calls no KMS"
     finally:
-        keystore.set_enabled("footer", enabled=True)
+        for name in ("footer", "pii"):
+            keystore.set_enabled(name, enabled=True)
 
 
 def grow(data: Data) -> None:
