@@ -83,3 +83,14 @@ def test_messages_have_the_words_that_people_search_for() -> None:
 )
 def test_phrases_are_found(text: str, expected: list[str]) -> None:
     assert found_in(text) == expected
+
+
+@pytest.mark.parametrize(("word", "in_full"), [("DEK", "data encryption key"), ("KEK", "key encryption key")])
+def test_each_page_spells_out_kinds_of_keys_at_first_use(word: str, in_full: str) -> None:
+    pages = [
+        page for page in DOCUMENTS if page.endswith(".md") and not page.startswith(("docs/adr/", "docs/upstream/"))
+    ]
+    for page in pages:
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        if first := re.search(rf"\b{word}s?\b", text):
+            assert in_full in text[max(0, first.start() - 80) : first.end() + 80].lower(), page
