@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -319,12 +319,7 @@ def share_out(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: 
                 futures.append(pool.submit(shared.help, work))
             shared.is_open = True
         work(shared)
-        # Not by `wait`, which if interrupted may keep locks that the threads need at their end; and not for long,
-        # because a signal just before a wait is noticed only after it.
-        for future in futures:
-            while not future.done():
-                with contextlib.suppress(TimeoutError):
-                    future.exception(_LOOK_FOR_SIGNALS_SECONDS)
+        _wait_for(futures)
     except BaseException:
         shared.is_open = False
         raise
@@ -373,13 +368,25 @@ def end(pool: Executor, futures: Collection[Future[Any]]) -> None:
             for future in futures:
                 future.cancel()
             # Not for threads: up to Python 3.12, a thread whose `join` was interrupted counts as ended.
-            wait([future for future in futures if not future.cancelled()])
+            _wait_for(futures)
             have_ended = True
         except KeyboardInterrupt as error:
             interruption = error
     pool.shutdown()
     if interruption is not None:
         raise interruption
+
+
+def _wait_for(futures: Collection[Future[Any]]) -> None:
+    """Wait until calls have ended or are cancelled, whatever their outcome.
+
+    Not by `concurrent.futures.wait`: if it is interrupted, it may keep locks that the threads need at their end.
+    And not for long at a time, because a signal just before a wait is noticed only after it.
+    """
+    for future in futures:
+        while not future.done():
+            with contextlib.suppress(TimeoutError):
+                future.exception(_LOOK_FOR_SIGNALS_SECONDS)
 
 
 class _Shared(Iterator[T]):
