@@ -29,7 +29,10 @@ T = TypeVar("T")
 
 
 class Record:
-    """A typed view on a Thrift struct; subclasses list the fields that are known."""
+    """A typed view on a Thrift struct; subclasses list the fields that are known.
+
+    To compare two, compare what `serialise` returns: `==` says only whether they are one object.
+    """
 
     __slots__ = ("struct",)
 

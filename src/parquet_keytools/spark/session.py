@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 PLAINTEXT_FILES = {"parquet.keytools.plaintext.reads": "allow", "parquet.keytools.plaintext.writes": "allow"}
 """Options for a read, or a write, that is meant to be of plaintext files."""
 
-
 _FACTORY = "parquet_keytools.KeytoolsCryptoFactory"
 _EXTENSIONS = "spark.sql.extensions"
 _COMMIT_PROTOCOL = "spark.sql.streaming.commitProtocolClass"
